@@ -194,6 +194,15 @@ def parser() -> argparse.ArgumentParser:
     add("config", commands.config, text).add_argument(
         "key", nargs="?", metavar="KEY", help="a key or a section, for example train.zero_stage or data (default: all)"
     )
+    text = "check this machine: packages, kernels, engine, repeatability, disk; exit code 1 if a check fails"
+    doctor = add("doctor", commands.doctor, text)
+    text = "check the modes of N processes too: 2, 4 or 8"
+    doctor.add_argument("--nproc", type=positive_integer, default=1, metavar="N", help=text)
+    doctor.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device (default: auto)")
+    text = "folder of the disk to measure (default: experiments)"
+    doctor.add_argument("--folder", type=Path, default=Path("experiments"), metavar="FOLDER", help=text)
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    doctor.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     text = "estimate memory, operations, time and disk of a training; if it does not fit, suggest settings that do"
     plan = add("plan", commands.plan, text, config=True)
     plan.add_argument(

@@ -39,7 +39,7 @@ def train(options: argparse.Namespace) -> int:
         arguments += ["--resume", options.resume] if options.resume else []
         arguments += ["--traceback"] if options.traceback else []
         status, message = launch.launch(
-            options.nproc, arguments, nodes, restarts=options.max_restarts, run=config.hash()
+            options.nproc, arguments, nodes, restarts=options.max_restarts, config_hash=config.hash()
         )
         if message:
             print(message, file=sys.stderr)
@@ -48,6 +48,19 @@ def train(options: argparse.Namespace) -> int:
 
     run_all(config, options.resume)
     return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    from cdrmix.doctor.report import examine
+    from cdrmix.runtime import device_type
+
+    device = device_type(options.device, "--device")
+    if options.worker is not None:
+        from cdrmix.doctor.parallel import work
+
+        work(options.worker, device)
+        return 0
+    return 0 if examine(options.folder, device, options.nproc, as_json=options.json) else 1
 
 
 def data_prepare(options: argparse.Namespace) -> int:

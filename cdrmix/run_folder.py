@@ -241,14 +241,16 @@ class RunFolder:
         started: seconds since the epoch when the processes that failed began. What they did after their last
         checkpoint is lost.
         """
-        now, newest = time.time(), max(self.checkpoints.glob("step-*/manifest.json"), default=None)
+        now = time.time()
+        committed = [path for path in self.checkpoints.glob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
+        newest = max(committed, default=None)
         kept = started if newest is None else max(started, newest.stat().st_mtime)
-        summary, lost, text = self.summary(), round(now - kept, 3), message.splitlines()[-1]
+        summary, lost = self.summary(), round(now - kept, 3)
         checkpoint = None if newest is None else newest.parent.name
-        self._add_fault({"exit_code": exit_code, "message": text, "checkpoint": checkpoint, "lost_seconds": lost})
+        self._add_fault({"exit_code": exit_code, "message": message, "checkpoint": checkpoint, "lost_seconds": lost})
         whole = summary.get("lost_seconds", 0.0) + lost
         self.update_summary({"restarts": summary.get("restarts", 0) + 1, "lost_seconds": whole})
-        self.note(f"restart after exit code {exit_code}, {lost:.0f} s lost: {text}")
+        self.note(f"restart after exit code {exit_code}, {lost:.0f} s lost: {message}")
 
     def record_skip(self, step: int, reason: str) -> None:
         """Appends a step whose update was not applied to faults.jsonl, and says so."""
@@ -258,8 +260,15 @@ class RunFolder:
 
     def _add_fault(self, fault: Mapping[str, Any]) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        with self.faults.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": now, **fault}) + "\n")
+        kept = _rows(self.faults)  # without a last line that a kill cut off
+        with disk_guard(f"{self.faults}", "Free some space, then continue with --resume auto."):
+            write_atomically(self.faults, "".join(json.dumps(each) + "\n" for each in [*kept, {"time": now, **fault}]))
+
+    def drop_skips_after(self, step: int) -> None:
+        """Removes the skipped steps after `step` from faults.jsonl, since a resumed run makes them again."""
+        if self.writes and self.faults.exists():
+            kept = [each for each in _rows(self.faults) if each.get("step", 0) <= step]
+            write_atomically(self.faults, "".join(json.dumps(each) + "\n" for each in kept))
 
     def summary(self) -> dict[str, Any]:
         """The contents of metrics.json; {} if it is missing or incomplete."""
@@ -306,14 +315,10 @@ class RunFolder:
             write_atomically(path, template)
 
     def drop_metrics_after(self, step: int) -> int:
-        """Removes the rows of metrics.jsonl after `step`, so that a resumed run has each step once, and the later skips
-        from faults.jsonl.
+        """Removes the rows of metrics.jsonl after `step`, so that a resumed run has each step once.
 
-        Returns the number of removed rows of metrics.jsonl. An incomplete last line counts as one.
+        Returns the number of removed rows. An incomplete last line counts as one.
         """
-        if self.writes and self.faults.exists():
-            faults = self.faults.read_text(encoding="utf-8").splitlines(keepends=True)
-            write_atomically(self.faults, "".join(each for each in faults if json.loads(each).get("step", 0) <= step))
         if not self.writes or not self.metrics_jsonl.exists():
             return 0
         lines = self.metrics_jsonl.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -355,6 +360,11 @@ def _age(path: Path) -> tuple[str, int]:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl. A line that is not a complete JSON object with a step (after a kill) is left out."""
+    return [row for row in _rows(path) if isinstance(row.get("step"), int)]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The complete JSON objects of a file with one on each line; [] without the file."""
     rows: list[dict[str, Any]] = []
     if not path.exists():
         return rows
@@ -363,7 +373,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if isinstance(row, dict):
             rows.append(row)
     return rows
 

@@ -37,7 +37,7 @@ LAYERS = [
     {"report", "plan", "compare"},
     {"evaluate"},
     {"watch"},
-    {"workflow"},
+    {"workflow", "doctor"},
     {"ladder"},
     {"cli_common"},
     {"commands", "cli_checkpoints", "cli_eval", "cli_gates", "cli_ladder"},

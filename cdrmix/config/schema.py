@@ -282,10 +282,10 @@ class Train(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
     """Use torch.compile to fuse element-wise operations of a block. Results differ in rounding from those without."""
-    hang_timeout: Literal["auto"] | PositiveFloat | None = "auto"
+    hang_timeout: NonNegativeFloat | None = 0.0
     """Seconds after which a step that has not ended is a hang: the process writes its stacks and ends with exit code
-    16. auto: 20 times the median step, at least 600. null: never."""
-    async_checkpoints: Literal["auto"] | bool = "auto"
+    16. 0: 20 times the median step, at least 600, in processes that a launcher has started. null: never."""
+    async_checkpoints: Literal["auto", True, False] = "auto"
     """Write checkpoints in threads beside the training, which waits only while its state is copied. Main memory is
     needed for the copy. auto: on a GPU."""
     ema_decay: Between0And1 | None = None

@@ -38,7 +38,9 @@ class Skip(Section):
 
     nonfinite: NonNegativeInt = 0
     """Most steps in a row that are skipped because the loss or the gradient norm is NaN or infinite. One more ends the
-    training with exit code 9. A stopped run can be resumed with another number. Overflow of fp16 is counted apart."""
+    training with exit code 9. A stopped run can be resumed with another number. The gradients of fp16 may overflow in
+    up to 19 steps in a row in any case."""
     spike: PositiveFloat | None = None
     """Skips a step whose loss is above the median of the last 128 losses by more than this many robust standard
-    deviations (1.4826 times the median absolute deviation), at most 8 in a row. null: no step for its loss."""
+    deviations (1.4826 times the median absolute deviation). After 8 in a row the loss has a new level, and the next 64
+    losses are not judged. null: no step is skipped for its loss."""

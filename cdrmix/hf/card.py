@@ -216,6 +216,7 @@ def _model_index(name: str, held_out: Mapping[str, Any] | None) -> list[str]:
         *(
             f"    - {{type: {key}, name: {json.dumps(metrics[key])}, value: {json.dumps(float(held_out[key]))}}}"
             for key in metrics
+            if held_out[key] is not None  # it was not finite
         ),
     ]
 

@@ -162,6 +162,7 @@ def _train_phase(
     else:
         _begin(engine, weights, fresh, newest, world)
     run.drop_metrics_after(progress.step)
+    run.drop_skips_after(progress.step)
     saver = Saver(engine, config, run, fingerprints(shards), latest=newest, mirror=mirror)
     with (
         Trackers(run, config) as trackers,

@@ -65,7 +65,7 @@ class Progress:
     seconds: float = 0.0
     loss: float = float("nan")
     skipped_steps: int = 0
-    consecutive_skips: int = 0
+    consecutive_skips: dict[str, int] = dataclasses.field(default_factory=dict)
     recent_losses: tuple[float, ...] = ()
     valid_bits_per_byte: float | None = None
     best_value: float | None = None
@@ -200,8 +200,10 @@ class Saver:
         """
         if self._writer is None:
             return []
-        writer, self._writer = self._writer, None
-        self.latest = writer.finish()
+        try:
+            self.latest = self._writer.finish()
+        finally:
+            self._writer = None
         if self._engine.world.is_main_process:
             if self._mirror is None:
                 prune(self._run.checkpoints, Rules.of(self._config.train), self.latest)

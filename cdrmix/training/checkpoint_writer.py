@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch import Tensor
 from cdrmix.durable import disk_full, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
 from cdrmix.errors import CheckpointError
 from cdrmix.inference.checkpoints import FORMAT, MANIFEST
-from cdrmix.training.distributed import DistributedContext, rendezvous_store, wait_until
+from cdrmix.training.distributed import TIMEOUT, DistributedContext, rendezvous_store, wait_until
 from cdrmix.training.retention import BEST, LATEST, set_aside
 
 WHEN_FULL = (
@@ -85,8 +86,14 @@ class CheckpointWriter:
         Raises DiskFullError or CheckpointError in every process; then what was written has been removed. An error of
         another kind is raised in its process.
         """
-        self._work.result()
-        wait_until(lambda: self._store.check([self._outcome]))
+        limit = TIMEOUT.total_seconds()
+        try:
+            self._work.result(limit)
+        except TimeoutError:
+            self._abandoned.set()
+            raise CheckpointError(f"{self._temporary} was not written in {limit:.0f} s: its disk hangs") from None
+        if not wait_until(lambda: self._store.check([self._outcome]), limit):
+            raise CheckpointError(f"{self.path} was not committed in {limit:.0f} s: the first process hangs")
         failures: list[_Failure] = [_Failure(*each) for each in json.loads(self._store.get(self._outcome))]
         if not failures:
             return self.path
@@ -119,10 +126,10 @@ class CheckpointWriter:
                 self._commit_when_all_are_written()
 
     def _commit_when_all_are_written(self) -> None:
-        pause = 0.001
+        pause, end = 0.001, time.monotonic() + TIMEOUT.total_seconds()
         while not self._store.check(self._parts):
-            if self._abandoned.wait(pause):
-                shutil.rmtree(self._temporary, ignore_errors=True)
+            if self._abandoned.wait(pause) or time.monotonic() > end:
+                self._conclude([_Failure(False, "a process has not written its files")])
                 return
             pause = min(0.5, pause * 1.5)
         parts = [json.loads(self._store.get(key)) for key in self._parts]

@@ -8,6 +8,7 @@ import datetime
 import functools
 import gc
 import logging
+import math
 import os
 import pickle
 import platform
@@ -110,12 +111,16 @@ def rendezvous_store(rank: int, size: int) -> dist.Store:
     return dist.PrefixStore("cdrmix", store)
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    """Waits for something that another process does. There is no timeout; a signal ends the wait."""
-    pause = 0.001
+def wait_until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
+    """Waits for something that another process does, at most so long. Returns whether it is done. A signal ends the
+    wait."""
+    pause, end = 0.001, time.monotonic() + seconds
     while not done():
+        if time.monotonic() > end:
+            return False
         time.sleep(pause)
         pause = min(1.0, pause * 1.5)
+    return True
 
 
 def rank_size_local_rank() -> tuple[int, int, int]:

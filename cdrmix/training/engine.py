@@ -335,6 +335,20 @@ class Engine:
         with StateFiles(checkpoint, files, self.parameters) as opened:
             load_pieces(self.optimizer, self._held(saved=False), opened)
 
+    def gradient(self, name: str) -> Tensor:
+        """The gradient of this process's parameter, summed over the processes, not partitioned. All ranks call."""
+        parameter = self.parameters[name]
+        if self.stage == 0:
+            return parameter.grad
+        from deepspeed.utils import safe_get_full_grad
+
+        whole: Tensor = safe_get_full_grad(parameter)
+        return whole
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """The part of a whole tensor that belongs to this process's parameter: with its experts."""
+        return self._weights.shard(self.parameters[name], whole)
+
     def _replicated(self) -> list[ReplicatedParameters]:
         # The processes that hold the same parameters, and under ZeRO-1 the owner of each.
         if self.world.size == 1:

@@ -8,8 +8,8 @@ import signal
 import statistics
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
@@ -30,6 +30,10 @@ WHEN_NOT_FINITE = (
     "--resume auto repeats the same steps from the last checkpoint, so it helps only if the machine was at fault. "
     "With train.skip.nonfinite=3 it skips up to 3 such steps in a row. If more follow, start a new run with a lower "
     "train.learning_rate or train.gradient_clip, or with more train.warmup_steps."
+)
+WHEN_SKIPPED = (
+    "Start a new run with a lower train.learning_rate or train.gradient_clip, or with more train.warmup_steps; or "
+    "resume with a higher train.skip.nonfinite."
 )
 
 
@@ -87,14 +91,20 @@ class Skips:
     """Decides which updates are not applied, from the loss of the global batch, so alike in every process.
 
     settings: train.skip. fp16: gradients may overflow, up to a limit. total: of the run so far. consecutive: before the
-    next step. recent: the last losses that were trained on, where settings.spike needs them.
+    next step, by kind of fault. recent: the last losses that were trained on, where settings.spike needs them.
     """
 
     def __init__(
-        self, settings: Skip, *, fp16: bool, total: int = 0, consecutive: int = 0, recent: Sequence[float] = ()
+        self,
+        settings: Skip,
+        *,
+        fp16: bool,
+        total: int = 0,
+        consecutive: Mapping[str, int] = {},
+        recent: Sequence[float] = (),
     ) -> None:
-        self._settings, self._fp16 = settings, fp16
-        self.total, self.consecutive = total, consecutive
+        self._settings, self._fp16, self.total = settings, fp16, total
+        self.consecutive = Counter(consecutive)
         self.recent: deque[float] = deque(recent, maxlen=RECENT)
 
     def reason(self, loss: float) -> str | None:
@@ -102,11 +112,14 @@ class Skips:
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         factor = self._settings.spike
-        if factor is None or len(self.recent) < RECENT // 2 or self.consecutive >= MAX_CONSECUTIVE_SPIKES:
+        if factor is None or len(self.recent) < RECENT // 2:
             return None
         usual = statistics.median(self.recent)
         deviation = ROBUST * statistics.median(abs(each - usual) for each in self.recent)
-        if loss <= usual + factor * deviation:
+        if deviation == 0.0 or loss <= usual + factor * deviation:
+            return None
+        if self.consecutive["spike"] >= MAX_CONSECUTIVE_SPIKES:
+            self.recent.clear()  # the loss has a new level
             return None
         return f"the loss {loss:.6g} is a spike: usual are {usual:.6g} +- {deviation:.2g}"
 
@@ -120,26 +133,27 @@ class Skips:
         Raises NonFiniteLossError when too many steps in a row were not finite.
         """
         if reason is None:
-            self.consecutive = 0
+            self.consecutive.clear()
             if self._settings.spike is not None:
                 self.recent.append(loss)
             return
         self.total += 1
-        self.consecutive += 1
-        if math.isfinite(loss) and reason != NORM:  # a spike
-            return
         overflow = self.is_overflow(reason)
-        if self.consecutive <= max(self._settings.nonfinite, MAX_CONSECUTIVE_SKIPS - 1 if overflow else 0):
+        kind = "overflow" if overflow else "nonfinite" if reason == NORM or not math.isfinite(loss) else "spike"
+        self.consecutive[kind] += 1
+        allowed = max(self._settings.nonfinite, MAX_CONSECUTIVE_SKIPS - 1 if overflow else 0)
+        if kind == "spike" or self.consecutive[kind] <= allowed:
             return
         if overflow:
             raise NonFiniteLossError(
-                f"{self.consecutive} steps in a row, the last of them step {step} (global batch {step - 1}), had "
+                f"{self.consecutive[kind]} steps in a row, the last of them step {step} (global batch {step - 1}), had "
                 "non-finite gradients and were skipped. Start a new run with train.precision=bf16 (or fp32), or with a "
                 "lower train.learning_rate: --resume auto would repeat the same steps."
             )
+        before = f", after {allowed} that were skipped (train.skip.nonfinite)" if allowed else ""
         raise NonFiniteLossError(
-            f"{reason} at step {step} (global batch {step - 1} of the seed's order); the update was not applied. "
-            f"{WHEN_NOT_FINITE}"
+            f"{reason} at step {step} (global batch {step - 1} of the seed's order){before}; the update was not "
+            f"applied. {WHEN_SKIPPED if allowed else WHEN_NOT_FINITE}"
         )
 
 

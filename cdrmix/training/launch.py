@@ -33,7 +33,7 @@ FOLDER = "CDRMIX_LAUNCH"  # set for workers: where they leave their process ids 
 PR_SET_PDEATHSIG = 1
 CRASHED = "cdrmix: error: a process of the run crashed or was killed"
 RESTARTED = (CdrmixError.exit_code, HangError.exit_code, UNEXPECTED)  # exit codes of what may not happen again
-RUNS = "runs"  # file of the launcher's folder
+RUNS = "runs"  # file of the launcher's folder: a line for each run folder, with the hash of its configuration
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,31 @@ class Ended(NamedTuple):
 
 
 def launch(
-    processes: int, arguments: Sequence[str], nodes: Nodes | None = None, *, restarts: int = 0, run: str = ""
+    processes: int, arguments: Sequence[str], nodes: Nodes | None = None, *, restarts: int = 0, config_hash: str = ""
 ) -> tuple[int, str]:
     """Runs `cdrmix <arguments>` in that many processes of this machine; returns the exit code and the message of the
     first failure here.
 
     restarts: how often they are started again after one of them crashed, was killed or hung. Then they continue their
-    run: `run` is the hash of its configuration. What was lost is recorded in the run folder.
+    run, whose configuration has the hash. What was lost is recorded in the run folder. An unexpected error that comes
+    twice, with the same message, is not tried a third time.
     """
+    before = ""
     for attempt in itertools.count(1):
         started = time.time()
         ended = _attempt(processes, arguments, nodes or Nodes())
         if ended.signalled or ended.status not in RESTARTED or attempt > restarts:
             break
+        if ended.status == UNEXPECTED and ended.message == before:
+            break
+        before = ended.message
         print(f"{ended.message}\ncdrmix: starting the processes again ({attempt} of {restarts})", file=sys.stderr)
-        if run in ended.runs:
+        if config_hash in ended.runs:
             from cdrmix.run_folder import RunFolder  # its imports take a second
 
-            RunFolder.open(ended.runs[run]).record_fault(ended.status, ended.message, started)
-            arguments = [*_without_resume(arguments), "--resume", str(ended.runs[run])]
+            run = ended.runs[config_hash]
+            arguments = [*_without_resume(arguments), "--resume", str(run)]
+            RunFolder.open(run).record_fault(ended.status, ended.message, started)
     return ended.status, ended.message
 
 
@@ -161,7 +167,7 @@ def _wait(agent: subprocess.Popen[bytes], folder: Path, received: list[int]) -> 
     forwarded = 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return agent.wait(timeout=0.1), forwarded
+            return agent.wait(timeout=0.1), received[-1] if received else forwarded
         while received:
             forwarded = received.pop(0)
             if not signal_workers(folder, forwarded):

@@ -275,6 +275,7 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
         return Progress(), None
     progress = load_checkpoint(engine, checkpoint, config, fingerprints(shards))
     run.drop_metrics_after(progress.step if progress.unvalidated is None else progress.step - 1)
+    run.drop_skips_after(progress.step)
     if world.is_main_process:
         restore_best(run.checkpoints, progress)
     run.say(f"continuing from {checkpoint.name}")

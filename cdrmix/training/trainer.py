@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import resource
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -78,13 +78,21 @@ class Trainer:
         Raises Preempted after SIGTERM, SIGHUP, SIGINT or a callback's wish, once a checkpoint is committed;
         NonFiniteLossError before a NaN reaches the weights, unless train.skip skips the step.
         """
-        with StopRequest() as stop, self.saver or nullcontext():
+        with StopRequest() as stop, self.saver or nullcontext(), self._watched():
             self._validate_interrupted(stop)
             for step in range(self.progress.step - self.first_step, self.settings.steps):
                 self._step(step, stop)
             if self.engine.world.any(stop.requested):  # it came during the last validation or checkpoint
                 raise Preempted(self._stopped("the last step"))
         return self.progress
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        finally:  # an error has ended the step
+            if self._watchdog is not None:
+                self._watchdog.end()
 
     def _step(self, step: int, stop: StopRequest) -> None:
         """One optimizer step, counted from 0, and what is due after it."""
@@ -129,7 +137,7 @@ class Trainer:
             seconds=seconds,
             loss=objective.loss(totals),
             skipped_steps=self._skips.total,
-            consecutive_skips=self._skips.consecutive,
+            consecutive_skips=dict(self._skips.consecutive),
             recent_losses=tuple(self._skips.recent),
         )
         for callback in self.callbacks:

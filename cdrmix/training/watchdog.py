@@ -6,6 +6,7 @@ thread of its own watches the time.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import statistics
@@ -16,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Literal
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import HangError
@@ -32,14 +32,14 @@ WAIT = 3.0  # seconds from writing the stacks to the end, in which the other pro
 class Watchdog:
     """Watches the steps of a process: `begin` and `end` of each. A context manager: it watches inside only.
 
-    timeout: seconds that a step may take; "auto": `FACTOR` times the median of the last steps, and not less than
-    `LEAST`. stacks: the file to write; its folder need not exist. report: receives the exit code and the message before
+    timeout: seconds that a step may take; 0: `FACTOR` times the median of the last steps, and not less than `LEAST`.
+    stacks: the file to write; its folder need not exist. report: receives the exit code and the message before
     the process ends with this code.
     """
 
     LEAST, FACTOR = 600.0, 20.0  # the first steps compile kernels, which may take minutes
 
-    def __init__(self, timeout: float | Literal["auto"], stacks: Path, report: Callable[[int, str], None]) -> None:
+    def __init__(self, timeout: float, stacks: Path, report: Callable[[int, str], None]) -> None:
         self._timeout, self._stacks, self._report = timeout, stacks, report
         self._seconds: deque[float] = deque(maxlen=STEPS)
         self._step: int | None = None  # None: between two steps
@@ -58,14 +58,15 @@ class Watchdog:
         self._step, self._started = step, time.monotonic()
 
     def end(self) -> None:
-        """The step has ended. What follows, such as a validation or a checkpoint, is not watched."""
-        self._step = None
-        self._seconds.append(time.monotonic() - self._started)
+        """The step has ended, or has failed. What follows, such as a validation or a checkpoint, is not watched."""
+        if self._step is not None:
+            self._step = None
+            self._seconds.append(time.monotonic() - self._started)
 
     @property
     def limit(self) -> float:
         """Seconds that the step may take."""
-        if self._timeout != "auto":
+        if self._timeout > 0:
             return self._timeout
         usual = statistics.median(tuple(self._seconds)) if self._seconds else 0.0
         return max(self.LEAST, self.FACTOR * usual)
@@ -89,25 +90,26 @@ class Watchdog:
         usual = f" (usually {statistics.median(tuple(self._seconds)):.3g} s)" if self._seconds else ""
         message = (
             f"cdrmix: error: step {step} has not ended for {seconds:.0f} s{usual}: a process or a device hangs. The "
-            f"stacks of all threads are in {self._stacks.parent}, one file a process. Continue with --resume auto; for "
+            f"stacks of the processes that still run are in {self._stacks.parent}. Continue with --resume auto; for "
             "longer steps set train.hang_timeout"
         )
-        self._stacks.parent.mkdir(parents=True, exist_ok=True)
-        with self._stacks.open("w") as file:
-            print(f"Step {step}, {seconds:.0f} s after it began:", file=file, flush=True)
-            faulthandler.dump_traceback(file, all_threads=True)
+        with contextlib.suppress(OSError):  # the process must end, also where the disk is full
+            self._stacks.parent.mkdir(parents=True, exist_ok=True)
+            with self._stacks.open("w") as file:
+                print(f"Step {step}, {seconds:.0f} s after it began:", file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
         self._report(HangError.exit_code, message)
         time.sleep(WAIT)
         os._exit(HangError.exit_code)
 
 
 def make_watchdog(config: Config, run: RunFolder, world: DistributedContext) -> AbstractContextManager[Watchdog | None]:
-    """The watchdog of train.hang_timeout. None: nothing is watched, with "auto" also a process that has no launcher.
+    """The watchdog of train.hang_timeout. None: nothing is watched, with 0 also a single process without a launcher.
 
     A person who stops in a debugger has started the process without one.
     """
     timeout = config.train.hang_timeout
-    if timeout is None or (timeout == "auto" and world.size == 1 and not launch.is_worker()):
+    if timeout is None or (timeout == 0 and world.size == 1 and not launch.is_worker()):
         return nullcontext()
 
     def report(status: int, message: str) -> None:

@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 from cdrmix.cli import main
+from cdrmix.config.schema import Config
+from cdrmix.errors import UNEXPECTED
+from cdrmix.run_folder import RunFolder
+from cdrmix.training import launch
 from cdrmix.training.launch import CRASHED
 
 Arguments = Callable[..., list[str]]
@@ -63,3 +67,37 @@ def test_what_would_fail_again_is_not_started_again(
     several = ["--nnodes", "2", "--node-rank", "0", "--rendezvous", "localhost:29500"]
     assert main(["train", "--max-restarts", "3", *several, *arguments()]) == 2
     assert "--max-restarts: allowed on one machine" in capfd.readouterr().err
+
+
+def test_the_record_of_faults_is_kept_through_a_kill(arguments: Arguments, tmp_path: Path) -> None:
+    """A last line that was cut off hides no other, and no temporary folder counts as a checkpoint."""
+    _, path, *overrides = arguments(f"run.root={tmp_path}")
+    run = RunFolder.create(Config.from_yaml(path, overrides))
+    run.record_skip(3, "the loss is nan")
+    run.record_skip(7, "the loss is nan")
+    with run.faults.open("a") as file:
+        file.write('{"time": "2026-')
+    for name in ("step-00000004", "step-00000009.tmp-77"):
+        (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / "manifest.json").write_text("{}")
+    run.record_fault(1, CRASHED, started=0.0)
+    run.drop_skips_after(3)
+    skip, fault = map(json.loads, run.faults.read_text().splitlines())
+    assert (skip["step"], skip["message"]) == (3, "the loss is nan")
+    assert fault["checkpoint"] == "step-00000004"
+    assert 0 <= fault["lost_seconds"] < 60, "since the checkpoint"
+
+
+@pytest.mark.parametrize(("messages", "attempts"), [(["a", "a", "b"], 2), (["a", "b", "b"], 3), (["a", "b", "c"], 4)])
+def test_a_defect_that_comes_again_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str], attempts: int
+) -> None:
+    made: list[int] = []
+
+    def attempt(*_: object) -> launch.Ended:
+        made.append(1)
+        return launch.Ended(UNEXPECTED, [*messages, "d"][len(made) - 1], False, {})
+
+    monkeypatch.setattr(launch, "_attempt", attempt)
+    status, _ = launch.launch(1, ["train"], restarts=3)
+    assert (status, len(made)) == (UNEXPECTED, attempts)

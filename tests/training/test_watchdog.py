@@ -59,7 +59,7 @@ def test_a_process_that_is_stopped_for_longer_goes_on(tmp_path: Path) -> None:
 
 
 def test_the_limit_follows_the_median(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watchdog = Watchdog("auto", tmp_path / "stacks", lambda status, message: None)
+    watchdog = Watchdog(0, tmp_path / "stacks", lambda status, message: None)
     assert watchdog.limit == Watchdog.LEAST, "before the first step"
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

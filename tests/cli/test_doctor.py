@@ -1,0 +1,120 @@
+"""`cdrmix doctor` passes on this machine, and each check fails where something is wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cdrmix.cli import main
+from cdrmix.doctor import checks as doctor_checks
+from cdrmix.doctor.findings import configuration
+from cdrmix.doctor.parallel import work
+from cdrmix.training.engine import Engine
+
+NAMES = [
+    "packages",
+    "machine",
+    "kernels against float64",
+    "engine against PyTorch",
+    "a training repeated",
+    "a training resumed",
+    "a checkpoint",
+    "disk",
+]
+
+
+@pytest.fixture
+def failed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Runs the command, and returns the names of the checks that failed."""
+    monkeypatch.setattr(doctor_checks, "DISK_BYTES", 1 << 25)
+
+    def run() -> list[str]:
+        status = main(["doctor", "--device", "cpu", "--json", "--folder", str(tmp_path / "disk")])
+        told = json.loads(capsys.readouterr().out)["checks"]
+        assert [row["check"] for row in told] == NAMES
+        wrong = [row["check"] for row in told if not row["passed"]]
+        assert status == (1 if wrong else 0)
+        assert all(row["remedy"] for row in told if not row["passed"])
+        assert list((tmp_path / "disk").iterdir()) == []
+        return wrong
+
+    return run
+
+
+def test_this_machine_passes(failed: Callable[[], list[str]]) -> None:
+    assert failed() == []
+
+
+@pytest.mark.slow
+def test_a_wrong_gradient_fails(failed: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side of both comparisons has a weight that is 1 % larger."""
+
+    def changed(model: torch.nn.Module) -> torch.nn.Module:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.language_model.embedding.weight.mul_(1.01)
+        return other
+
+    monkeypatch.setattr(doctor_checks, "copied", changed)
+    assert failed() == ["kernels against float64", "engine against PyTorch"]
+
+
+@pytest.mark.slow
+def test_a_training_that_differs_fails(failed: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each training clips less than the one before."""
+    clip, calls = Engine.clip, []
+
+    def differs(self: Engine) -> torch.Tensor | None:
+        calls.append(1)
+        self.gradient_clip = 0.01 / len(calls)
+        return clip(self)
+
+    monkeypatch.setattr(Engine, "clip", differs)
+    assert failed() == ["a training repeated", "a training resumed"]
+
+
+@pytest.mark.slow
+def test_a_damage_that_is_not_noticed_fails(failed: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "damages", lambda checkpoint: [])
+    assert failed() == ["a checkpoint"]
+
+
+@pytest.mark.slow
+def test_modes_fail_where_the_engine_has_other_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, which has all modes but those of expert parallelism."""
+    gradient = Engine.gradient
+    for wrong in (False, True):
+        if wrong:
+            monkeypatch.setattr(Engine, "gradient", lambda self, name: 1.001 * gradient(self, name))
+        configuration(tmp_path, "cpu")
+        work(tmp_path, "cpu")
+        told = json.loads((tmp_path / "findings.json").read_text())
+        assert [(check, passed) for check, passed, *_ in told] == [
+            ("messages", True),
+            *[(f"ZeRO {stage}", not wrong) for stage in (0, 1, 2, 3)] * 2,
+        ]
+
+
+@pytest.mark.slow
+def test_two_processes_pass_in_every_mode(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_checks, "DISK_BYTES", 1 << 25)
+    assert main(["doctor", "--device", "cpu", "--nproc", "2", "--folder", str(tmp_path)]) == 0
+    told = capfd.readouterr().out
+    assert told.count("pass  ") == len(NAMES) + 1 + 2 * 4
+    assert "ZeRO 3, experts over 2 processes" in told
+    assert "17 of 17 checks passed" in told
+
+
+def test_a_number_of_processes_that_does_not_divide_the_rows_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", "--nproc", "3", "--folder", str(tmp_path)]) == 2
+    assert "--nproc: found 3; allowed: 1, 2, 4, 8" in capsys.readouterr().err
