@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import resource
 import sys
@@ -39,7 +40,7 @@ from cases import Result, quantiles
 from cdrmix import ops
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
-from cdrmix.errors import CdrmixError, OutOfMemoryError
+from cdrmix.errors import CdrmixError, NonFiniteLossError, OutOfMemoryError
 from cdrmix.model.depth import move_biases
 from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.plan.fit import GB, fit, shortfall
@@ -51,7 +52,6 @@ from cdrmix.training.build import build_loss_model
 from cdrmix.training.deepspeed_config import accumulation
 from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
 from cdrmix.training.engine import Engine, make_engine
-from cdrmix.training.faults import check_finite
 from cdrmix.training.schedule import learning_rate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -406,7 +406,8 @@ class Trainer:
         parts += [] if norm is None else [norm.double().reshape(1)]
         read = torch.cat(parts).cpu()
         loss = read[0].item() / (sum(batch.ids_BT.numel() for batch in batches) * world.size)
-        check_finite(loss, len(self.losses) + 1)
+        if not math.isfinite(loss):
+            raise NonFiniteLossError(f"the loss of update {len(self.losses) + 1} is {loss}")
         self.losses.append(loss)
         applied = engine.step(None if norm is None else read[-1].item())
         engine.zero()

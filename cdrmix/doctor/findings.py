@@ -38,41 +38,42 @@ def configuration(folder: Path, device: str, *overrides: str) -> Config:
             words = [WORDS[(number * 7 + index * index) % len(WORDS)] for index in range(10 + number % 23)]
             (texts / f"{number:03d}.txt").write_text(" ".join(words) + "\n", encoding="utf-8")
     path = folder / "doctor.yaml"
-    path.write_text(
-        json.dumps(  # which is YAML too
-            {
-                "run": {"name": "doctor", "root": str(folder / "runs"), "device": device},
-                "model": {
-                    "vocab_size": 300,
-                    "d_model": 32,
-                    "layers": 4,
-                    "mixer_layers": {"mamba2": [0], "attention": [1], "routing_mamba": [3]},
-                    "attention": {"heads": 2, "kv_heads": 1},
-                    "rwkv": {"head_size": 16, "decay_rank": 4, "iclr_rank": 4, "value_rank": 4, "gate_rank": 4},
-                    "mamba": {"d_state": 8, "head_dim": 8, "groups": 2},
-                    "feed_forward": {"hidden": 32, "experts": 4},
-                },
-                "data": {
-                    "source": {"kind": "text", "paths": [str(texts)]},
-                    "cache": str(folder / "cache"),
-                    "row_length": 32,
-                    "valid_fraction": 0.2,
-                },
-                "train": {
-                    "steps": 6,
-                    "batch_rows": ROWS,
-                    "micro_batch_rows": ROWS,
-                    "learning_rate": 1.0e-2,
-                    "warmup_steps": 2,
-                    "precision": "fp32",
-                    "evaluate_every": 6,
-                    "evaluate_rows": 4,
-                    "checkpoint_every": 3,
-                },
-            }
-        ),
-        encoding="utf-8",
-    )
+    if not path.exists():  # several processes read it
+        path.write_text(
+            json.dumps(  # which is YAML too
+                {
+                    "run": {"name": "doctor", "root": str(folder / "runs"), "device": device},
+                    "model": {
+                        "vocab_size": 300,
+                        "d_model": 32,
+                        "layers": 4,
+                        "mixer_layers": {"mamba2": [0], "attention": [1], "routing_mamba": [3]},
+                        "attention": {"heads": 2, "kv_heads": 1},
+                        "rwkv": {"head_size": 16, "decay_rank": 4, "iclr_rank": 4, "value_rank": 4, "gate_rank": 4},
+                        "mamba": {"d_state": 8, "head_dim": 8, "groups": 2},
+                        "feed_forward": {"hidden": 32, "experts": 4},
+                    },
+                    "data": {
+                        "source": {"kind": "text", "paths": [str(texts)]},
+                        "cache": str(folder / "cache"),
+                        "row_length": 32,
+                        "valid_fraction": 0.2,
+                    },
+                    "train": {
+                        "steps": 6,
+                        "batch_rows": ROWS,
+                        "micro_batch_rows": ROWS,
+                        "learning_rate": 1.0e-2,
+                        "warmup_steps": 2,
+                        "precision": "fp32",
+                        "evaluate_every": 6,
+                        "evaluate_rows": 4,
+                        "checkpoint_every": 3,
+                    },
+                }
+            ),
+            encoding="utf-8",
+        )
     return Config.from_yaml(path, overrides)
 
 

@@ -78,8 +78,8 @@ def test_every_damaged_file_is_named(run: RunFolder, capsys: Captured) -> None:
         told,
         (
             ("step-00000002/model.safetensors", "is corrupt: its SHA-256"),
-            ("step-00000004/state.json", "is corrupt: it has 1 bytes"),
             ("step-00000004/optimizer-rank0.safetensors", "is missing"),
+            ("step-00000004/state.json", "is corrupt: it has 1 bytes"),
             ("step-00000006/manifest.json", "is corrupt: it is not the manifest"),
             ("checkpoints/latest", "names step-00000099, which does not exist"),
         ),
