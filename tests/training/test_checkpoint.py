@@ -290,3 +290,21 @@ def test_pieces_of_state_that_do_not_fit_are_refused(run: Run) -> None:
             load(part)
     with pytest.raises(CheckpointError, match=r"optimizer state of partition0, which is no parameter of this model"):
         load({"partition0/exp_avg": flat})
+
+
+def test_a_checkpoint_of_a_version_with_one_file_of_state_is_loaded(run: Run) -> None:
+    for parameter in run.engine.parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    run.engine.optimizer.step()
+    saved = run.save(3)
+    expected = {name: value.clone() for name, value in run.engine.optimizer_state().items()}
+    (saved / "optimizer-rank0.safetensors").rename(saved / "optimizer.safetensors")
+    manifest = (saved / "manifest.json").read_text()
+    (saved / "manifest.json").write_text(manifest.replace("optimizer-rank0.safetensors", "optimizer.safetensors"))
+    with torch.no_grad():
+        for state in run.engine.optimizer.state.values():
+            for value in state.values():
+                value.fill_(7.0)
+    load_checkpoint(run.engine, saved, run.config, FINGERPRINTS)
+    found = run.engine.optimizer_state()
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
