@@ -281,10 +281,13 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int, spoil: Callable[[Losses],
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (lambda losses: losses._replace(total=losses.total * math.nan), "the loss of step 3"),
-        (lambda losses: losses._replace(total=losses.total + math.inf), "the loss of step 3"),
+        (lambda losses: losses._replace(total=losses.total * math.nan), "the loss is nan at step 3"),
+        (lambda losses: losses._replace(total=losses.total + math.inf), "the loss is inf at step 3"),
         # A finite loss whose gradient is infinite: sqrt at zero.
-        (lambda losses: losses._replace(total=losses.total + (losses.total * 0).sqrt()), "the gradient norm of step 3"),
+        (
+            lambda losses: losses._replace(total=losses.total + (losses.total * 0).sqrt()),
+            "the gradient norm is not finite at step 3",
+        ),
     ],
 )
 def test_nothing_non_finite_reaches_the_weights(
