@@ -173,7 +173,8 @@ def choices(schema: Schema) -> list[str]:
 
 def _allowed(schema: Schema) -> str:
     if "enum" in schema or "const" in schema:
-        values = [str(value) for value in schema.get("enum", [schema.get("const")])]
+        found = schema.get("enum", [schema.get("const")])
+        values = [str(value).lower() if isinstance(value, bool) else str(value) for value in found]
         return values[0] if len(values) == 1 else f"one of {', '.join(values[:-1])} or {values[-1]}"
     if "anyOf" in schema:
         return " or ".join(_allowed(choice) for choice in schema["anyOf"] if choice.get("type") != "null")

@@ -1,23 +1,15 @@
-"""What a check of the machine found, and the files that the checks share."""
+"""What a check of the machine found, and the model and text that the checks share."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from cdrmix.config.schema import Config
-from cdrmix.data.batch import Batch
-from cdrmix.data.loader import TrainLoader
-from cdrmix.data.shards import ShardSet
-from cdrmix.model.loss import LossModel
 
 WORDS = ("the", "loop", "reads", "rows", "adds", "gradients", "clips", "steps", "and", "forgets", "them", "again")
 ROWS = 8  # of a global batch
-ENGINE_TOLERANCE = 2e-6  # the same kernels on both sides: sums of gradients in another order
 
 
 class Finding(NamedTuple):
@@ -30,7 +22,7 @@ class Finding(NamedTuple):
 
 
 def configuration(folder: Path, device: str, *overrides: str) -> Config:
-    """A model of 90,000 parameters with attention, RWKV-7, Mamba-2, Routing-Mamba and experts, and text for it."""
+    """A model of 86,000 parameters with attention, RWKV-7, Mamba-2, Routing-Mamba and experts, and text for it."""
     texts = folder / "texts"
     if not texts.exists():
         texts.mkdir(parents=True)
@@ -75,45 +67,3 @@ def configuration(folder: Path, device: str, *overrides: str) -> Config:
             encoding="utf-8",
         )
     return Config.from_yaml(path, overrides)
-
-
-def loader(config: Config, shards: ShardSet, rank: int = 0, processes: int = 1) -> TrainLoader:
-    """The rows of this process, in micro-batches of one row."""
-    return TrainLoader(
-        shards.train,
-        row_length=config.data.row_length,
-        batch_rows=ROWS,
-        micro_batch_rows=1,
-        seed=5,
-        rank=rank,
-        world_size=processes,
-    )
-
-
-def perturb(parameters: Sequence[torch.Tensor]) -> None:
-    """Adds small numbers to all weights. Outputs start at zero, which would hide half of the gradients."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in parameters:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise.to(parameter.device, parameter.dtype), alpha=0.02)
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference over the largest element."""
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
-    scale = expected.abs().max().item()
-    difference = (found - expected).abs().max().item()
-    return difference / scale if scale else difference
-
-
-def backward(model: LossModel, batches: Sequence[Batch], device: torch.device) -> float:
-    """Adds the gradients of a global batch to those of a model of plain PyTorch. Returns the loss."""
-    total = 0.0
-    for batch in batches:
-        here = batch.to(device)
-        arguments = here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count
-        losses = model(*arguments, 1 / len(batches))
-        losses.total.backward()
-        total += losses.total.item()
-    return total

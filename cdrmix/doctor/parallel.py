@@ -10,20 +10,10 @@ from pathlib import Path
 import torch
 
 from cdrmix.data.prepare import prepare
-from cdrmix.data.shards import ShardSet, open_shards
-from cdrmix.doctor.findings import (
-    ENGINE_TOLERANCE,
-    Finding,
-    backward,
-    configuration,
-    loader,
-    perturb,
-    relative_error,
-)
-from cdrmix.runtime import seed_everything
-from cdrmix.training.build import build_loss_model
+from cdrmix.data.shards import open_shards
+from cdrmix.doctor.findings import Finding, configuration
+from cdrmix.doctor.gradients import engine
 from cdrmix.training.distributed import DistributedContext, join
-from cdrmix.training.engine import make_engine
 from cdrmix.training.launch import launch
 
 PROCESSES = (1, 2, 4, 8)  # divide the rows of the model, and divide its experts or are a multiple of them
@@ -51,7 +41,10 @@ def work(folder: Path, device: str) -> None:
     shards = open_shards(prepare(config, say=lambda text: None).path)
     findings = [_messages(world)]
     for parallel in (1, min(world.size, config.cdrmix_model.feed_forward.experts)):
-        findings += [_mode(folder, device, shards, world, stage, parallel) for stage in (0, 1, 2, 3)]
+        for stage in (0, 1, 2, 3):
+            settings = (f"train.zero_stage={stage}", f"train.expert_parallel={parallel}", "train.micro_batch_rows=1")
+            check = f"ZeRO {stage}" + (f", experts over {parallel} processes" if parallel > 1 else "")
+            findings.append(engine(check, configuration(folder, device, *settings), config, shards))
     if world.is_main_process:
         (folder / "findings.json").write_text(json.dumps(findings))
 
@@ -68,28 +61,3 @@ def _messages(world: DistributedContext) -> Finding:
     right = last == world.size * (world.size + 1) / 2
     found = f"{MESSAGE * 4 / 1e9 / min(seconds):.2f} GB/s, sums of {MESSAGE * 4 >> 20} MiB over {world.size} processes"
     return Finding("messages", right, found, "" if right else "the network changes data: try another one")
-
-
-def _mode(folder: Path, device: str, shards: ShardSet, world: DistributedContext, stage: int, parallel: int) -> Finding:
-    """The engine's gradients against plain PyTorch on the whole global batch."""
-    settings = (f"train.zero_stage={stage}", f"train.expert_parallel={parallel}", "train.micro_batch_rows=1")
-    config = configuration(folder, device, *settings)
-    seed_everything(3)
-    plain = build_loss_model(configuration(folder, device)).to(world.device)
-    perturb(list(plain.parameters()))
-    engine = make_engine(config, build_loss_model(config), world)
-    engine.load_weights(plain.language_model.state_dict() if world.is_main_process else {})
-    backward(plain, loader(config, shards).micro_batches(0), world.device)
-    batches = loader(config, shards, world.rank, world.size).micro_batches(0)
-    for batch in batches:
-        engine.backward(engine.forward(batch, last=batch is batches[-1]).total)
-    errors = {}
-    for name, parameter in plain.language_model.named_parameters():
-        assert parameter.grad is not None
-        errors[name] = relative_error(engine.gradient(name), engine.part(name, parameter.grad))
-    engine.zero()
-    worst = max(((error, name) for each in world.gather(errors) for name, error in each.items()))
-    check = f"ZeRO {stage}" + (f", experts over {parallel} processes" if parallel > 1 else "")
-    passed = worst[0] < ENGINE_TOLERANCE
-    remedy = "" if passed else "do not train in this mode; install the versions of constraints.txt"
-    return Finding(check, passed, f"largest error of a gradient {worst[0]:.1e} ({worst[1]})", remedy)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 import time
 from pathlib import Path
+
+import torch
 
 from cdrmix.doctor.checks import checks
 from cdrmix.doctor.findings import Finding
 from cdrmix.doctor.parallel import PROCESSES, check_processes
 from cdrmix.errors import ConfigError
+from cdrmix.run_folder import environment
 
 WIDTH = 120
 
@@ -23,6 +27,9 @@ def examine(folder: Path, device: str, processes: int, *, as_json: bool) -> bool
     """
     if processes not in PROCESSES:
         raise ConfigError(f"--nproc: found {processes}; allowed: {', '.join(map(str, PROCESSES))}")
+    machine = _machine(device)
+    if not as_json:
+        print(machine, flush=True)
     started, findings = time.perf_counter(), []
 
     def note(finding: Finding) -> None:
@@ -37,12 +44,8 @@ def examine(folder: Path, device: str, processes: int, *, as_json: bool) -> bool
             note(finding)
     seconds, failed = time.perf_counter() - started, sum(not finding.passed for finding in findings)
     if as_json:
-        rows = [finding._asdict() for finding in findings]
-        print(
-            json.dumps(
-                {"device": device, "processes": processes, "seconds": round(seconds, 1), "checks": rows}, indent=2
-            )
-        )
+        facts = {"device": device, "machine": machine, "processes": processes, "seconds": round(seconds, 1)}
+        print(json.dumps(facts | {"checks": [finding._asdict() for finding in findings]}, indent=2))
     else:
         print(f"{len(findings) - failed} of {len(findings)} checks passed in {seconds:.0f} s on {device}")
     return failed == 0
@@ -53,3 +56,15 @@ def _line(finding: Finding) -> str:
     lines = textwrap.wrap(finding.found, WIDTH - len(text)) or [""]
     lines += textwrap.wrap(f"-> {finding.remedy}", WIDTH - len(text)) if finding.remedy else []
     return "\n".join((text if number == 0 else " " * len(text)) + line for number, line in enumerate(lines))
+
+
+def _machine(device: str) -> str:
+    """The processor, the memory and the GPUs."""
+    facts = environment()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    found = f"Python {facts['python']}, {facts['cpus']} CPU cores, {memory:.0f} GiB"
+    if device == "cuda":
+        for number in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(number)
+            found += f"; GPU {number}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    return found

@@ -167,7 +167,6 @@ def _train_phase(
     with (
         Trackers(run, config) as trackers,
         PhaseConsole(run, span.name, span.section.steps, shown=console) as screen,
-        make_watchdog(config, run, world) as watchdog,
     ):
         progress = Trainer(
             of_phase.train,
@@ -178,7 +177,7 @@ def _train_phase(
             first_step=span.first,
             saver=saver,
             callbacks=[trackers, screen, *callbacks],
-            watchdog=watchdog,
+            watchdog=make_watchdog(config, run, world),
             on_skip=run.record_skip,
             say=run.say,
         ).fit()

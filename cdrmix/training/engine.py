@@ -47,7 +47,7 @@ from cdrmix.training.model_weights import ModelWeights
 from cdrmix.training.muon import OrthogonalizedMomentum
 from cdrmix.training.offload import HostGradients, move_state
 from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
-from cdrmix.training.optimizer_state import Held, StateFiles, load_pieces, pieces
+from cdrmix.training.optimizer_state import Held, SavedPieces, load_pieces, pieces
 from cdrmix.training.owners import Owners
 from cdrmix.training.partitions import Partitions
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
@@ -332,7 +332,7 @@ class Engine:
 
         files: those of the checkpoint that have it. Raises CheckpointError.
         """
-        with StateFiles(checkpoint, files, self.parameters) as opened:
+        with SavedPieces(checkpoint, files, self.parameters) as opened:
             load_pieces(self.optimizer, self._held(saved=False), opened)
 
     def gradient(self, name: str) -> Tensor:

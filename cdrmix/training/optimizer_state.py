@@ -53,7 +53,7 @@ def pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held], keep: Keep) -
     return found
 
 
-def load_pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held], files: StateFiles) -> None:
+def load_pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held], files: SavedPieces) -> None:
     """Gives these elements the state that the files have. A parameter without state in the files was never updated.
 
     Raises CheckpointError if the files have a part of a parameter's state, or different numbers of updates for
@@ -90,7 +90,7 @@ class _Piece(NamedTuple):
     whole: bool  # the tensor in its own shape
 
 
-class StateFiles:
+class SavedPieces:
     """The files of a checkpoint that have pieces, opened. Only the elements that are asked for are read.
 
     known: names of the model's parameters. Raises CheckpointError if the files have state of another.
@@ -120,7 +120,7 @@ class StateFiles:
             first, end = map(int, span[0].split("-")) if span else (0, math.prod(shape))
             self._tensors[name][key].append(_Piece(file, piece, first, end, whole=not span))
 
-    def __enter__(self) -> StateFiles:
+    def __enter__(self) -> SavedPieces:
         return self
 
     def __exit__(self, *error: object) -> None:

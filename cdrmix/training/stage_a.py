@@ -128,7 +128,7 @@ def train(
                 else PreferenceValidation(config, shards, world, reference, run.say)
             ),
             callbacks=[*listeners, *callbacks],
-            watchdog=stack.enter_context(make_watchdog(config, run, world)),
+            watchdog=make_watchdog(config, run, world),
             on_skip=run.record_skip,
             say=run.say,
         )

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -63,12 +63,13 @@ class Trainer:
         self.progress = Progress() if progress is None else progress
         self.first_step, self.saver, self.validation, self.callbacks = first_step, saver, validation, callbacks
         self._watchdog, self._on_skip, self._say = watchdog, on_skip, say
+        begun = self.progress.step > first_step  # before, its losses are those of another objective
         self._skips = Skips(
             settings.skip,
             fp16=settings.precision == "fp16",
             total=self.progress.skipped_steps,
-            consecutive=self.progress.consecutive_skips,
-            recent=self.progress.recent_losses,
+            consecutive=self.progress.consecutive_skips if begun else {},
+            recent=self.progress.recent_losses if begun else (),
         )
         self._clock = Clock(self.progress)
 
@@ -78,21 +79,13 @@ class Trainer:
         Raises Preempted after SIGTERM, SIGHUP, SIGINT or a callback's wish, once a checkpoint is committed;
         NonFiniteLossError before a NaN reaches the weights, unless train.skip skips the step.
         """
-        with StopRequest() as stop, self.saver or nullcontext(), self._watched():
+        with StopRequest() as stop, self.saver or nullcontext(), self._watchdog or nullcontext():
             self._validate_interrupted(stop)
             for step in range(self.progress.step - self.first_step, self.settings.steps):
                 self._step(step, stop)
             if self.engine.world.any(stop.requested):  # it came during the last validation or checkpoint
                 raise Preempted(self._stopped("the last step"))
         return self.progress
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        try:
-            yield
-        finally:  # an error has ended the step
-            if self._watchdog is not None:
-                self._watchdog.end()
 
     def _step(self, step: int, stop: StopRequest) -> None:
         """One optimizer step, counted from 0, and what is due after it."""

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from cdrmix.config.schema import Config
@@ -33,8 +32,8 @@ class Watchdog:
     """Watches the steps of a process: `begin` and `end` of each. A context manager: it watches inside only.
 
     timeout: seconds that a step may take; 0: `FACTOR` times the median of the last steps, and not less than `LEAST`.
-    stacks: the file to write; its folder need not exist. report: receives the exit code and the message before
-    the process ends with this code.
+    stacks: the file to write; its folder need not exist. report: receives the exit code and the message before the
+    process ends with this code.
     """
 
     LEAST, FACTOR = 600.0, 20.0  # the first steps compile kernels, which may take minutes
@@ -58,10 +57,9 @@ class Watchdog:
         self._step, self._started = step, time.monotonic()
 
     def end(self) -> None:
-        """The step has ended, or has failed. What follows, such as a validation or a checkpoint, is not watched."""
-        if self._step is not None:
-            self._step = None
-            self._seconds.append(time.monotonic() - self._started)
+        """The step has ended. What follows, such as a validation or a checkpoint, is not watched."""
+        self._step = None
+        self._seconds.append(time.monotonic() - self._started)
 
     @property
     def limit(self) -> float:
@@ -103,14 +101,14 @@ class Watchdog:
         os._exit(HangError.exit_code)
 
 
-def make_watchdog(config: Config, run: RunFolder, world: DistributedContext) -> AbstractContextManager[Watchdog | None]:
+def make_watchdog(config: Config, run: RunFolder, world: DistributedContext) -> Watchdog | None:
     """The watchdog of train.hang_timeout. None: nothing is watched, with 0 also a single process without a launcher.
 
     A person who stops in a debugger has started the process without one.
     """
     timeout = config.train.hang_timeout
     if timeout is None or (timeout == 0 and world.size == 1 and not launch.is_worker()):
-        return nullcontext()
+        return None
 
     def report(status: int, message: str) -> None:
         if launch.is_worker():

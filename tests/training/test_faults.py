@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_training import Skip
 from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
+from cdrmix.training.checkpoint import Progress
 from cdrmix.training.faults import (
     MAX_CONSECUTIVE_SKIPS,
     MAX_CONSECUTIVE_SPIKES,
@@ -30,6 +32,7 @@ from cdrmix.training.faults import (
     StopRequest,
     memory_guard,
 )
+from cdrmix.training.trainer import Trainer
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -197,3 +200,13 @@ def test_a_skipped_step_changes_nothing_at_any_zero_stage(work: Callable[..., li
         assert (nan["step"], nan["message"]) == (3, "the loss is nan")
         assert (spike["step"], spike["message"]) == (4, "it is the fourth")
         assert "step 3 was skipped: the loss is nan" in (tmp_path / "runs" / name / "train.log").read_text()
+
+
+def test_a_phase_does_not_judge_by_the_losses_before_it(make_config: Callable[..., Config]) -> None:
+    settings = make_config("train.skip.spike=6").train
+    progress = Progress(step=9, skipped_steps=3, consecutive_skips={"spike": 3}, recent_losses=(2.0, 3.0))
+    for first_step, recent in ((0, [2.0, 3.0]), (9, [])):
+        trainer = Trainer(settings, None, None, None, progress=progress, first_step=first_step)  # type: ignore[arg-type]
+        assert list(trainer._skips.recent) == recent
+        assert trainer._skips.consecutive.total() == (0 if first_step else 3)
+        assert trainer._skips.total == 3, "of the whole run"
