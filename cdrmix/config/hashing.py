@@ -16,6 +16,7 @@ NOT_HASHED: dict[str, Any] = {
         "keep_every": True,
         "log_every": True,
         "expert_parallel": True,
+        "sequence_parallel": True,
         "profile": True,
         "offload_folder": True,
         "hang_timeout": True,

@@ -278,6 +278,9 @@ class Train(Section):
     expert_parallel: PositiveInt = 1
     """Number of neighbouring processes that shard the experts of every layer. Must divide the number of experts and of
     processes."""
+    sequence_parallel: PositiveInt = 1
+    """Number of neighbouring processes that share the tokens of each row, for rows too long for one. Must divide the
+    number of processes, `data.row_length` and the number of attention heads."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False

@@ -26,6 +26,48 @@ def _expert_parallel(processes: int, experts: int, kind: str) -> str | None:
     return f"must divide model.feed_forward.experts={experts}" if experts % processes else None
 
 
+def _slices(processes: int, row_length: int) -> str | None:
+    return f"must divide data.row_length={row_length}" if row_length % processes else None
+
+
+def _slices_of_convolution(processes: int, row_length: int, width: int, mixers: Mapping[str, list[int]]) -> str | None:
+    least = width - 1  # a slice has the tokens that the next one reads
+    refused = (mixers.get("mamba2") or mixers.get("routing_mamba")) and row_length // processes < least
+    return (
+        f"at most {max(1, row_length // least)}: slices of {least} tokens, for model.mamba.conv_width"
+        if refused
+        else None
+    )
+
+
+def _slices_of_heads(
+    processes: int, heads: int, kv_heads: int, fraction: float, mixers: Mapping[str, list[int]]
+) -> str | None:
+    if not fraction and not mixers.get("attention"):
+        return None
+    if heads % processes:
+        return f"must divide model.attention.heads={heads}"
+    refused = kv_heads % processes and processes % kv_heads
+    return f"a divisor or a multiple of model.attention.kv_heads={kv_heads}" if refused else None
+
+
+def _whole_rows(
+    processes: int, prediction: object, depth: Mapping[str, Any] | None, drop: bool, reasoning: object, dpo: object
+) -> str | None:
+    if processes == 1:
+        return None
+    reasons = {
+        "model.prediction: its depths read the embeddings of later tokens": prediction is not None,
+        "model.depth.part mixer or both: processes would keep different numbers of tokens": (
+            depth is not None and depth.get("part") != "feed_forward"
+        ),
+        "model.feed_forward.drop: an expert's capacity is of whole rows": drop,
+        "reasoning: adapters and memories read whole rows": reasoning is not None,
+        "train.dpo: an answer's probability is of whole rows": dpo is not None,
+    }
+    return next((f"1 with {reason}" for reason, refused in reasons.items() if refused), None)
+
+
 def _rollouts(processes: int, *steps: int) -> str | None:
     if processes > 1 and any(steps):
         return "1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens"
@@ -36,11 +78,15 @@ def _below_steps(warmup: int, steps: int) -> str | None:
     return f"below train.steps={steps}" if warmup >= steps else None
 
 
-def _compile(compiled: bool, zero_stage: int | str, offload: str, expert_parallel: int) -> str | None:
-    # All gather or exchange in hooks of modules, which compiled code does not call.
-    refused = compiled and (zero_stage == 3 or offload == "all" or expert_parallel > 1)
+def _compile(
+    compiled: bool, zero_stage: int | str, offload: str, expert_parallel: int, sequence_parallel: int
+) -> str | None:
+    # All gather or exchange in hooks of modules or in layers, which compiled code does not call.
+    parallel = max(expert_parallel, sequence_parallel)
+    refused = compiled and (zero_stage == 3 or offload == "all" or parallel > 1)
     others = " and train.offload none or optimizer" if offload == "all" else ""
-    return f"false, or train.zero_stage below 3{others} and train.expert_parallel 1" if refused else None
+    layers = "train.expert_parallel and train.sequence_parallel 1"
+    return f"false, or train.zero_stage below 3{others} and {layers}" if refused else None
 
 
 def _compile_depth(compiled: bool, part: str) -> str | None:
@@ -102,7 +148,32 @@ RULES = (
     Rule(("train.batch_warmup.steps", "train.steps"), _below_steps),
     Rule(("train.precision", "run.device"), _precision),
     Rule(("train.residual_dtype", "train.precision"), _residual_dtype),
-    Rule(("train.compile", "train.zero_stage", "train.offload", "train.expert_parallel"), _compile),
+    Rule(
+        (
+            *("train.compile", "train.zero_stage", "train.offload", "train.expert_parallel"),
+            "train.sequence_parallel",
+        ),
+        _compile,
+    ),
+    Rule(("train.sequence_parallel", "data.row_length"), _slices),
+    Rule(
+        ("train.sequence_parallel", "data.row_length", "model.mamba.conv_width", "model.mixer_layers"),
+        _slices_of_convolution,
+    ),
+    Rule(
+        (
+            *("train.sequence_parallel", "model.attention.heads", "model.attention.kv_heads"),
+            *("model.attention_fraction", "model.mixer_layers"),
+        ),
+        _slices_of_heads,
+    ),
+    Rule(
+        (
+            *("train.sequence_parallel", "model.prediction", "model.depth", "model.feed_forward.drop", "reasoning"),
+            "train.dpo",
+        ),
+        _whole_rows,
+    ),
     Rule(("train.compile", "model.depth.part"), _compile_depth),
     Rule(("train.weights", "train.precision", "train.zero_stage"), _weights),
     Rule(("train.offload", "train.zero_stage", "train.expert_parallel"), _offload),

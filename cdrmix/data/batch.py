@@ -51,6 +51,18 @@ class Batch:
     parts_BT: Tensor | None = None
     parts: tuple[PartCount, ...] = ()
 
+    def of_slice(self, rank: int, size: int) -> Batch:
+        """The batch of one of `size` processes that share the tokens of each row: ids and documents of whole rows; the
+        targets, their weights and their parts of slice `rank`, [B, T / size]."""
+        if size == 1:
+            return self
+        return dataclasses.replace(
+            self,
+            targets_BT=self.targets_BT.chunk(size, 1)[rank].contiguous(),
+            weights_BT=self.weights_BT.chunk(size, 1)[rank].contiguous(),
+            parts_BT=None if self.parts_BT is None else self.parts_BT.chunk(size, 1)[rank].contiguous(),
+        )
+
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors on a device. Tensors that are already there are not copied."""
         return dataclasses.replace(

@@ -4,7 +4,8 @@ Global batch n of B rows has the positions n * B .. n * B + B - 1 of an infinite
 the first batches are smaller, and config/batch_sizes.py gives the position at which batch n begins. Epoch e of the
 sequence is a permutation of all rows that depends on (seed, e). With a curriculum, curriculum.py defines the sequence.
 Micro-batches are assigned to the ranks in turn: micro-batch j of rank r of W ranks is number j * W + r of its global
-batch. So neither the order nor the batches depend on W.
+batch. So neither the order nor the batches depend on W. With sequence parallelism a rank here is a group of processes,
+each with a slice of the targets (`Batch.of_slice`).
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class TrainLoader:
     """The training batches: `micro_batches(step)` is a pure function of the constructor's arguments and the step.
 
     batch_rows: of a step. batch_warmup: the rows of the first steps; None: all steps have batch_rows rows.
+    slice_rank, slices: of the processes that share the tokens of this rank's rows.
     mixture: determines the order of the rows; None: a permutation of all rows per epoch, or their own order if
         `sequential`. weighting: the weights of the parts of the loss; None: all tokens count alike.
     Raises ConfigError if the micro-batches of all ranks do not divide every global batch, and ShardError if the shards
@@ -85,6 +87,8 @@ class TrainLoader:
         batch_warmup: BatchWarmup | None = None,
         rank: int = 0,
         world_size: int = 1,
+        slice_rank: int = 0,
+        slices: int = 1,
         mixture: Mixture | None = None,
         sequential: bool = False,
         weighting: Weighting | None = None,
@@ -100,6 +104,7 @@ class TrainLoader:
                 )
         self.split, self.micro_batch_rows = split, micro_batch_rows
         self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.slice_rank, self.slices = slice_rank, slices
         self.mixture, self.sequential, self.weighting = mixture, sequential, weighting
 
     def epoch(self, step: int) -> float:
@@ -127,13 +132,22 @@ class TrainLoader:
         own = rows.reshape(-1, self.world_size, self.micro_batch_rows)[:, self.rank]
         if self.weighting is not None:
             parts = self.weighting.parts(self.split.parts_in_rows(rows))
-            return [weighted_batch(self.split, micro, parts, step=step) for micro in own]
-        token_count = self.split.weight_in_rows(rows) or 1.0  # if all weights are 0, the loss is 0, not 0 / 0
-        return [make_batch(self.split, micro, step=step, token_count=token_count) for micro in own]
+            batches = [weighted_batch(self.split, micro, parts, step=step) for micro in own]
+        else:
+            token_count = self.split.weight_in_rows(rows) or 1.0  # if all weights are 0, the loss is 0, not 0 / 0
+            batches = [make_batch(self.split, micro, step=step, token_count=token_count) for micro in own]
+        return [batch.of_slice(self.slice_rank, self.slices) for batch in batches]
 
 
 def train_loader(
-    config: Config, split: Split, rank: int = 0, world_size: int = 1, *, kind: type[TrainLoader] = TrainLoader
+    config: Config,
+    split: Split,
+    rank: int = 0,
+    world_size: int = 1,
+    slice_rank: int = 0,
+    slices: int = 1,
+    *,
+    kind: type[TrainLoader] = TrainLoader,
 ) -> TrainLoader:
     """The training batches of a configuration, in the order of its curriculum. Raises as Mixture, TrainLoader.
 
@@ -148,6 +162,8 @@ def train_loader(
         seed=config.run.seed,
         rank=rank,
         world_size=world_size,
+        slice_rank=slice_rank,
+        slices=slices,
         mixture=make_mixture(config, split),
         sequential=config.data.order == "sequential",
         weighting=Weighting.of(config.data.objectives),
@@ -206,6 +222,8 @@ class EvalLoader:
         max_rows: int | None = None,
         rank: int = 0,
         world_size: int = 1,
+        slice_rank: int = 0,
+        slices: int = 1,
     ) -> None:
         check_row_length(split, row_length)
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
@@ -214,6 +232,7 @@ class EvalLoader:
         self.rows: Array = np.arange(count, dtype=np.int64) * split.rows // count
         self.micro_batch_rows = micro_batch_rows
         self.rank, self.world_size = rank, world_size
+        self.slice_rank, self.slices = slice_rank, slices
         domains = split.domain_rows()
         self._domains = [*domains] if len(domains) > 1 else []
         ends = [rows.stop for rows in domains.values()]
@@ -228,12 +247,13 @@ class EvalLoader:
             rows = self.rows[self._of_rank(step, self.rank)]
             batch = make_batch(self.split, rows, step=step, token_count=0)
             weights_BT = (batch.weights_BT > 0).float()
-            yield dataclasses.replace(
+            whole = dataclasses.replace(
                 batch,
                 weights_BT=weights_BT,
                 token_count=float(weights_BT.sum()),
                 domains=self._batch_domains(step),
             )
+            yield whole.of_slice(self.slice_rank, self.slices)
 
     def _of_rank(self, step: int, rank: int) -> slice:
         start = (step * self.world_size + rank) * self.micro_batch_rows

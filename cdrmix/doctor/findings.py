@@ -40,7 +40,7 @@ def configuration(folder: Path, device: str, *overrides: str) -> Config:
                         "d_model": 32,
                         "layers": 4,
                         "mixer_layers": {"mamba2": [0], "attention": [1], "routing_mamba": [3]},
-                        "attention": {"heads": 2, "kv_heads": 1},
+                        "attention": {"heads": 8, "kv_heads": 2},
                         "rwkv": {"head_size": 16, "decay_rank": 4, "iclr_rank": 4, "value_rank": 4, "gate_rank": 4},
                         "mamba": {"d_state": 8, "head_dim": 8, "groups": 2},
                         "feed_forward": {"hidden": 32, "experts": 4},

@@ -15,7 +15,7 @@ from cdrmix.doctor.findings import ROWS, Finding
 from cdrmix.model.loss import LossModel
 from cdrmix.runtime import seed_everything
 from cdrmix.training.build import build_loss_model
-from cdrmix.training.distributed import join
+from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import make_engine
 
 # Against float64. On a CPU float32 sums of at most 300 terms in five layers: 300 * 5 * 2^-24. On a GPU products may
@@ -59,7 +59,7 @@ def engine(check: str, config: Config, whole: Config, shards: ShardSet) -> Findi
     trained = make_engine(config, build_loss_model(config), world)
     trained.load_weights(plain.language_model.state_dict() if world.is_main_process else {})
     _backward(plain, _loader(config, shards).micro_batches(0), world.device)
-    batches = _loader(config, shards, world.rank, world.size).micro_batches(0)
+    batches = _loader(config, shards, world).micro_batches(0)
     trained.set_micro_batches(len(batches))
     for batch in batches:
         trained.backward(trained.forward(batch, last=batch is batches[-1]).total)
@@ -74,8 +74,9 @@ def engine(check: str, config: Config, whole: Config, shards: ShardSet) -> Findi
     return Finding(check, passed, f"largest error of a gradient {worst:.1e} ({name})", remedy)
 
 
-def _loader(config: Config, shards: ShardSet, rank: int = 0, processes: int = 1) -> TrainLoader:
-    """The rows of this process, in micro-batches of one row."""
+def _loader(config: Config, shards: ShardSet, world: DistributedContext | None = None) -> TrainLoader:
+    """The rows of this process, in micro-batches of one row. world: None: all rows."""
+    rank, processes, slice_rank, slices = (0, 1, 0, 1) if world is None else world.share
     return TrainLoader(
         shards.train,
         row_length=config.data.row_length,
@@ -84,6 +85,8 @@ def _loader(config: Config, shards: ShardSet, rank: int = 0, processes: int = 1)
         seed=5,
         rank=rank,
         world_size=processes,
+        slice_rank=slice_rank,
+        slices=slices,
     )
 
 

@@ -1,4 +1,4 @@
-"""The checks of several processes: gradients at every ZeRO stage and with expert parallelism, and messages."""
+"""The checks of several processes: ZeRO stages, expert and sequence parallelism against plain PyTorch; messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cdrmix.doctor.gradients import engine
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.launch import launch
 
-PROCESSES = (1, 2, 4, 8)  # divide the rows of the model, and divide its experts or are a multiple of them
+PROCESSES = (1, 2, 4, 8)  # divide the rows of the model and its heads, and divide its experts or are a multiple of them
 MESSAGE = 1 << 24  # elements; 64 MiB
 
 
@@ -40,11 +40,16 @@ def work(folder: Path, device: str) -> None:
     world = join(config)
     shards = open_shards(prepare(config, say=lambda text: None).path)
     findings = [_messages(world)]
-    for parallel in (1, min(world.size, config.cdrmix_model.feed_forward.experts)):
+    experts = min(world.size, config.cdrmix_model.feed_forward.experts)
+    modes = {
+        "": "train.micro_batch_rows=1",
+        f", experts over {experts} processes": f"train.expert_parallel={experts}",
+        f", tokens of a row over {world.size} processes": f"train.sequence_parallel={world.size}",
+    }
+    for mode, key in modes.items():
         for stage in (0, 1, 2, 3):
-            settings = (f"train.zero_stage={stage}", f"train.expert_parallel={parallel}", "train.micro_batch_rows=1")
-            check = f"ZeRO {stage}" + (f", experts over {parallel} processes" if parallel > 1 else "")
-            findings.append(engine(check, configuration(folder, device, *settings), config, shards))
+            settings = (f"train.zero_stage={stage}", "train.micro_batch_rows=1", key)
+            findings.append(engine(f"ZeRO {stage}{mode}", configuration(folder, device, *settings), config, shards))
     if world.is_main_process:
         (folder / "findings.json").write_text(json.dumps(findings))
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
+from cdrmix.model.sequence import SequenceGroup, SequenceSlice, slice_of
 
 
 class Angles(NamedTuple):
@@ -47,6 +48,7 @@ class Context(NamedTuple):
         the first of them. A mixer or feed-forward with a cache returns a tuple of T caches, one after each token.
     v_first: [B, T, D], the values of the first RWKV-7 block, which later ones mix into their own; None before it.
     fast_weights: those of the current block; None where it has none.
+    sequence: x is this process's slice of the rows, and the other fields are of the slice; None: x has whole rows.
     """
 
     cu_seqlens: Tensor | None = None
@@ -58,9 +60,29 @@ class Context(NamedTuple):
     token_by_token: bool = False
     v_first: Tensor | None = None
     fast_weights: FastWeights | None = None
+    sequence: SequenceSlice | None = None
+
+    @property
+    def group(self) -> SequenceGroup | None:
+        """The ranks with the other slices of the rows; None: x has whole rows."""
+        return None if self.sequence is None else self.sequence.group
+
+    def of_slice(self, group: SequenceGroup, rows: int, length: int, device: torch.device) -> Context:
+        """The context of a group's slice of rows of `length` tokens. self: that of whole rows from their start."""
+        starts_BT1, before_BT1 = (
+            None if field is None else group.slice(field) for field in (self.starts_BT1, self.before_BT1)
+        )
+        angles = None if self.angles is None else Angles(*(group.slice(field) for field in self.angles))
+        sequence, cu_seqlens = slice_of(group, self.cu_seqlens, rows, length, device)
+        return self._replace(
+            cu_seqlens=cu_seqlens, starts_BT1=starts_BT1, before_BT1=before_BT1, angles=angles, sequence=sequence
+        )
 
     def last_before(self, last_BD: Tensor | None, x: Tensor) -> Tensor | None:
-        """The token before each row of x: that of the cache; with token_by_token then the rows themselves."""
+        """The token before each row of x: that of the cache, or of the slice before; with token_by_token then the rows
+        themselves."""
+        if self.sequence is not None:
+            return self.sequence.before(x, 1).squeeze(1)
         if not self.token_by_token:
             return last_BD
         assert last_BD is not None

@@ -22,6 +22,7 @@ from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.layers import AddNorm, TokenEmbedding
 from cdrmix.model.mixers.attention import AttentionCache, RaggedAttentionCache
 from cdrmix.model.prediction import MultiTokenPrediction
+from cdrmix.model.sequence import SequenceGroup
 
 Cache = tuple[BlockCache, ...]  # of a model, by layer
 
@@ -134,6 +135,7 @@ class LanguageModel(nn.Module):
         token_by_token: bool = False,
         prefix_BPD: Tensor | None = None,
         fast_weights: FastWeightOptions | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> Output:
         """ids int64 [B, T] in [0, vocab_size); cu_seqlens int [D + 1] over the flattened tokens: the model forgets at
         each start.
@@ -147,6 +149,9 @@ class LanguageModel(nn.Module):
             with gradients, and for a model with plastic adapters.
         prefix_BPD: vectors in front of each row's tokens, read like embeddings; nothing is given or written for them.
         fast_weights: options for a model with plastic adapters; None: the defaults.
+        sequence: this process computes its slice of the rows, and the others of the group theirs: hidden states [B, L,
+            D]. All of them call it with the same ids. For training of packed or whole rows, without a cache, a prefix
+            or adapters.
         """
         if cache is not None and cu_seqlens is not None:
             raise ValueError("pass either cu_seqlens (packed documents) or cache (one continued document a row)")
@@ -185,10 +190,18 @@ class LanguageModel(nn.Module):
         )
         context = context._replace(token_by_token=token_by_token)
         starts_BT = None if context.starts_BT1 is None else context.starts_BT1.squeeze(-1)
-        x = self.embedding(ids_BT)
+        before_BT = None
         if self.bigrams is not None:
             before_BT = tokens_before(in_rows_BT, cache[0].last_token_B if cache else None, starts_BT)
-            x = x + self.bigrams(ids_BT, before_BT.mT if token_by_token else before_BT)
+            before_BT = before_BT.mT if token_by_token else before_BT
+        if sequence is not None:
+            assert not context.keep_cache, "a slice of the rows has no cache"
+            assert not prefix + self.adapters, "validators_training.py refuses these"
+            context, ids_BT = context.of_slice(sequence, batch, length, ids_BT.device), sequence.slice(ids_BT)
+            before_BT = None if before_BT is None else sequence.slice(before_BT)
+        x = self.embedding(ids_BT)
+        if self.bigrams is not None:
+            x = x + self.bigrams(ids_BT, before_BT)
         if options.cu_seqlens is not None:
             starts_BT = ops.document_starts(options.cu_seqlens, batch, length)
         span = FastWeightSpan(starts_BT, prefix, options.scale_S)

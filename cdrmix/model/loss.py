@@ -12,6 +12,7 @@ from cdrmix import ops
 from cdrmix.model.depth import DepthStats
 from cdrmix.model.language_model import LanguageModel, RouterStats
 from cdrmix.model.prediction import Depths, PredictionSums, prediction_sums
+from cdrmix.model.sequence import SequenceGroup
 
 
 class Losses(NamedTuple):
@@ -62,6 +63,7 @@ class LossModule(nn.Module, ABC):
 
         weights_BT may also be [S, B, T]: S sets of weights for the same tokens. Then next_token_sum is [S], and total
         too; together: total is of the sum of the sets, a scalar.
+        With sequence parallelism ids_BT has whole rows, and targets and weights are of this process's slice of them.
         prediction: adds the losses of the further depths of multi-token prediction, divided by the same count; total is
             then a scalar, and next_token_sum has no gradient. None: the next token alone, as in every evaluation.
         """
@@ -111,18 +113,18 @@ class LossModule(nn.Module, ABC):
 
 
 class LossModel(LossModule):
-    """A language model of this package with its loss."""
+    """A language model of this package with its loss. sequence: the processes that share each row's tokens, if any."""
 
     language_model: LanguageModel
 
-    def __init__(self, language_model: LanguageModel) -> None:
+    def __init__(self, language_model: LanguageModel, sequence: SequenceGroup | None = None) -> None:
         super().__init__()
-        self.language_model = language_model
+        self.language_model, self.sequence = language_model, sequence
 
     def _hidden(
         self, ids_BT: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, RouterStats | None, DepthStats | None]:
-        output = self.language_model(ids_BT, cu_seqlens=cu_seqlens)
+        output = self.language_model(ids_BT, cu_seqlens=cu_seqlens, sequence=self.sequence)
         return output.hidden_BTD, output.router, output.depth
 
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class MemoryPlan:
 
 def micro_batches(train: Train, processes: int) -> int:
     """Micro-batches of a process in a step; at least 1, also for numbers of processes that cannot divide the step."""
-    return max(1, train.batch_rows // (train.micro_batch_rows * processes))
+    return max(1, train.batch_rows * train.sequence_parallel // (train.micro_batch_rows * processes))
 
 
 def lasting_state(
@@ -113,7 +113,7 @@ def passes(config: Config, step: MicroBatch, *, elsewhere: int = 0, source: str 
 
     elsewhere: bytes of the trace that are not in this process. source: where the numbers are from, for the table.
     """
-    rows = f"{config.train.micro_batch_rows} x {config.data.row_length} tokens"
+    rows = f"{config.train.micro_batch_rows} x {config.data.row_length // config.train.sequence_parallel} tokens"
     how = ", only the inputs of the blocks" if config.train.activation_checkpointing else ""
     yield Component("activations", step.total_saved, f"saved by the forward pass of {rows}{how}{source}")
     working = max(0, step.peak - step.total_saved - elsewhere)

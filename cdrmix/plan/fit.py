@@ -91,7 +91,7 @@ def at_most(config: Config, processes: int) -> int:
     attention heads.
     """
     train = config.train
-    tokens = train.micro_batch_rows * config.data.row_length
+    tokens = train.micro_batch_rows * config.data.row_length // train.sequence_parallel
     if not isinstance(config.model, Model):
         return _at_most_of_transformers(tokens, config.data.row_length, foreign_size(config))
     model, ffn = config.model, config.model.feed_forward
@@ -235,7 +235,8 @@ class _Search:
         step has too few rows for twice the processes, the rows of a micro-batch are reduced too.
         """
         train, processes = self.config.train, self.processes
-        shared = train.batch_sizes.unit  # rows of which every step has a multiple
+        # Rows of which every step has a multiple; with sequence parallelism several processes have the same ones.
+        shared = train.batch_sizes.unit * train.sequence_parallel
         counts = [
             processes << shift for shift in range(MAX_PROCESSES.bit_length()) if processes << shift <= MAX_PROCESSES
         ]
@@ -272,7 +273,8 @@ class _Search:
         if narrower and (remedy := self._tried(least, self.processes)) is not None:
             return remedy
         length = self.config.data.row_length
-        lengths = [length >> shift for shift in range(1, length.bit_length()) if length >> shift >= MIN_ROW_LENGTH]
+        halves = [length >> shift for shift in range(1, length.bit_length()) if length >> shift >= MIN_ROW_LENGTH]
+        lengths = [half for half in halves if half % self.config.train.sequence_parallel == 0]
         shorter = [least | {"data.row_length": less} for less in lengths]
         if not shorter or self._tried(shorter[-1], self.processes) is None:
             return None  # tried first, because a trace of shorter rows takes less time

@@ -26,6 +26,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.prediction import Depths
+from cdrmix.model.sequence import SequenceGroup
 from cdrmix.ops import weights as compute_weights
 from cdrmix.ops.backend import Platform, assume_platform
 from cdrmix.plan.workspace import workspace
@@ -129,6 +130,7 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
         train.precision,
         train.activation_checkpointing,
         narrow_residual(config),
+        train.sequence_parallel,
         platform,
         zero_stage >= 2 or accumulation > 1,
         zero_stage,
@@ -163,6 +165,7 @@ class _TraceInput:
     precision: str
     checkpointing: bool
     narrow_residual: bool
+    sequence_parallel: int
     platform: Platform
     gradients_pass: bool  # gradients are added to existing ones or partitioned, so they are freed at once
     zero_stage: int
@@ -213,14 +216,15 @@ def _trace(key: str, traced: _TraceInput) -> _TraceResult:
 
 
 def _run(traced: _TraceInput, layers: int) -> _TraceResult:
-    rows, length = traced.rows, traced.row_length
+    rows, length, processes = traced.rows, traced.row_length, traced.sequence_parallel
     with torch.device("meta"):
         model = LossModel(
             LanguageModel(
                 traced.of_layers(layers),
                 activation_checkpointing=traced.checkpointing,
                 narrow_residual=traced.narrow_residual,
-            )
+            ),
+            _Slices(None, processes - 1, processes) if processes > 1 else None,
         )
     dtype = AUTOCAST[traced.precision]
     with assume_platform(traced.platform), FakeTensorMode():
@@ -236,14 +240,15 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
                     parameter.register_post_accumulate_grad_hook(drop_gradient)
         attach_copies(parameters, dtype, traced.zero_stage)
         ids = torch.zeros(rows, length, dtype=torch.long)
-        weights = torch.ones(rows, length)
+        targets = torch.zeros(rows, length // processes, dtype=torch.long)
+        weights = torch.ones(rows, length // processes)
         documents = torch.zeros(rows * max(1, length // DOCUMENT_TOKENS) + 1, dtype=torch.int32)
-        live.leave_out([*parameters, *model.buffers(), ids, weights, documents])
+        live.leave_out([*parameters, *model.buffers(), ids, targets, weights, documents])
         live.leave_out(parameter.grad for parameter in parameters)
         section = traced.model.prediction
         depths = None if section is None else Depths(section.depth_weights, 0)
         with live:
-            arguments = ids, ids, weights, documents, float(rows * length), 1.0, depths
+            arguments = ids, targets, weights, documents, float(rows * length), 1.0, depths
             losses = Autocast(model, "cpu", dtype)(*arguments)
             copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
             saved = live.by_operator()
@@ -251,6 +256,25 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
             losses.total.backward()
     half = (forward + len(live.levels)) // 2
     return _TraceResult(saved, copies, max(live.levels[:half]) - copies, max(live.levels[half:]) - copies)
+
+
+@dataclass(frozen=True)
+class _Slices(SequenceGroup):
+    """A group whose other processes are not there: its messages have the right shapes, but no values."""
+
+    group: None  # type: ignore[assignment]
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.stack([x] * self.size)
+
+    def heads(self, x_BLHN: Tensor) -> Tensor:
+        return x_BLHN.unflatten(2, (-1, self.size)).movedim(3, 1).flatten(1, 2).contiguous()
+
+    def tokens(self, y_BTHN: Tensor) -> Tensor:
+        return y_BTHN.unflatten(1, (self.size, -1)).movedim(1, 3).flatten(2, 3).contiguous()
+
+    def total(self, x: Tensor) -> Tensor:
+        return x.detach().clone()
 
 
 def drop_gradient(parameter: Tensor) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
+from cdrmix.model.sequence import SequenceGroup
 from cdrmix.training.compiling import compile_blocks
+from cdrmix.training.distributed import TIMEOUT
 from cdrmix.training.expert_parallel import expert_layer
 
 
@@ -24,4 +28,17 @@ def build_loss_model(config: Config) -> LossModel:
     )
     if config.train.compile:
         compile_blocks(model)
-    return LossModel(model)
+    return LossModel(model, sequence_group(config))
+
+
+def sequence_group(config: Config) -> SequenceGroup | None:
+    """The processes that share the tokens of this process's rows; None with train.sequence_parallel 1.
+
+    Every process calls. Nothing keeps the group but the model: see distributed._leave.
+    """
+    size = config.train.sequence_parallel
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(size, timeout=TIMEOUT)
+    assert group is not None
+    return SequenceGroup(group, dist.get_rank(group), size)

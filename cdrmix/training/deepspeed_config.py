@@ -16,7 +16,7 @@ PERSISTENCE_THRESHOLD = 100_000  # elements; ZeRO-3 does not shard smaller param
 
 def accumulation(config: Config, world: DistributedContext) -> int:
     """Micro-batches of one process in a step after the batch warm-up."""
-    return config.train.batch_rows // (config.train.micro_batch_rows * world.size)
+    return config.train.batch_rows // (config.train.micro_batch_rows * world.data_size)
 
 
 def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any]:
@@ -28,7 +28,8 @@ def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any
     # Pinned memory is allocated in powers of two, up to twice of what is needed.
     host = {"device": "cpu", "pin_memory": False}
     return {
-        "train_batch_size": train.batch_rows,
+        # DeepSpeed knows no slices: to it every process has rows of its own.
+        "train_batch_size": train.batch_rows * world.sequence_parallel,
         "train_micro_batch_size_per_gpu": train.micro_batch_rows,
         "gradient_accumulation_steps": accumulation(config, world),
         # Engine.evaluate sets the boundary. So a step may have fewer micro-batches than the line above says.

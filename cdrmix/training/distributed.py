@@ -44,6 +44,18 @@ class DistributedContext:
     size: int
     local_rank: int
     device: torch.device
+    sequence_parallel: int = 1
+
+    @property
+    def data_size(self) -> int:
+        """How many groups of train.sequence_parallel neighbouring processes there are: each has rows of its own."""
+        return self.size // self.sequence_parallel
+
+    @property
+    def share(self) -> tuple[int, int, int, int]:
+        """What loaders take: this process's group, the number of groups, its slice of a row, the number of slices."""
+        row, token = divmod(self.rank, self.sequence_parallel)
+        return row, self.data_size, token, self.sequence_parallel
 
     @property
     def is_main_process(self) -> bool:
@@ -101,7 +113,7 @@ def join(config: Config) -> DistributedContext:
     be_deterministic(any_threads=config.model.kind == "cdrmix")
     keep_freed_memory()
     _join_process_group(rank, size, local_rank, device)
-    return DistributedContext(rank, size, local_rank, device)
+    return DistributedContext(rank, size, local_rank, device, config.train.sequence_parallel)
 
 
 @functools.cache

@@ -194,9 +194,15 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def check_processes(config: Config, processes: int) -> None:
-    """Raises ConfigError unless rows and experts divide evenly among the processes, and ZeRO has something to shard."""
+    """Raises ConfigError unless rows, their tokens and experts divide evenly among the processes, and ZeRO has
+    something to shard."""
     train = config.train
-    together = train.micro_batch_rows * processes
+    if processes % train.sequence_parallel:
+        raise ConfigError(
+            f"train.sequence_parallel: must divide the number of processes (--nproc), {processes}; "
+            f"found {train.sequence_parallel}"
+        )
+    together = train.micro_batch_rows * processes // train.sequence_parallel
     for key, rows in (("batch_rows", train.batch_rows), ("batch_warmup.rows", train.batch_sizes.first)):
         if rows % together:
             raise ConfigError(

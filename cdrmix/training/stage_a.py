@@ -14,7 +14,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader, TrainLoader, train_loader
 from cdrmix.data.pairs import PairLoader
-from cdrmix.data.shards import ShardSet
+from cdrmix.data.shards import ShardSet, Split
 from cdrmix.errors import CheckpointError, VocabularyError
 from cdrmix.eval.parts import PartScores
 from cdrmix.eval.perplexity import evaluate, loss_model_nats
@@ -96,7 +96,7 @@ def train(
         seed_everything(config.run.seed)  # the same in every process: all build the same weights
         _check_vocabulary(config, shards)
         pairs = config.train.dpo is not None
-        loader = train_loader(config, shards.train, world.rank, world.size, kind=PairLoader if pairs else TrainLoader)
+        loader = train_loader(config, shards.train, *world.share, kind=PairLoader if pairs else TrainLoader)
         loss_model = build(config)
         engine = make_engine(config, loss_model, world, base=loss_model.base)
         for line in loss_model.prepare():
@@ -187,21 +187,16 @@ class Validation:
 
     def __init__(self, config: Config, shards: ShardSet, world: DistributedContext) -> None:
         train, self._config = config.train, config
-        self._batches = EvalLoader(
-            shards.valid, config.data.row_length, train.micro_batch_rows, train.evaluate_rows, world.rank, world.size
-        )
+
+        def held_out(split: Split) -> EvalLoader:
+            return EvalLoader(split, config.data.row_length, train.micro_batch_rows, train.evaluate_rows, *world.share)
+
+        self._batches = held_out(shards.valid)
         self._text_bytes, self._domain_bytes = self._batches.text_bytes, self._batches.domain_bytes
         check_best_metric(train, self._domain_bytes)
         self._parted, self._rearranged = config.data.objectives.weights is not None, None
         if self._parted and shards.rearranged is not None:
-            self._rearranged = EvalLoader(
-                shards.rearranged,
-                config.data.row_length,
-                train.micro_batch_rows,
-                train.evaluate_rows,
-                world.rank,
-                world.size,
-            )
+            self._rearranged = held_out(shards.rearranged)
 
     def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
         """A step's record and progress with the validation figures of the weights as they are after it."""

@@ -110,9 +110,10 @@ def test_two_processes_pass_in_every_mode(
     monkeypatch.setattr(doctor_checks, "DISK_BYTES", 1 << 25)
     assert main(["doctor", "--device", "cpu", "--nproc", "2", "--folder", str(tmp_path)]) == 0
     told = capfd.readouterr().out
-    assert told.count("pass  ") == len(NAMES) + 1 + 2 * 4
+    assert told.count("pass  ") == len(NAMES) + 1 + 3 * 4
     assert "ZeRO 3, experts over 2 processes" in told
-    assert "16 of 16 checks passed" in told
+    assert "ZeRO 3, tokens of a row over 2 processes" in told
+    assert "20 of 20 checks passed" in told
 
 
 def test_a_number_of_processes_that_does_not_divide_the_rows_is_refused(

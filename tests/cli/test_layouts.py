@@ -26,7 +26,7 @@ def test_from_one_process_to_two_to_four_and_back(arguments: Arguments, tmp_path
     straight, run = train("straight"), train("moved")
     for step, processes, *layout in (
         (1, 2, "train.zero_stage=3", "train.expert_parallel=2"),
-        (2, 4, "train.zero_stage=2", "train.activation_checkpointing=true"),
+        (2, 4, "train.zero_stage=2", "train.activation_checkpointing=true", "train.sequence_parallel=2"),
         (3, 1, "train.zero_stage=0"),
     ):
         for later in [path for path in list_checkpoints(run / "checkpoints") if int(path.name[5:]) > step]:
@@ -39,6 +39,7 @@ def test_from_one_process_to_two_to_four_and_back(arguments: Arguments, tmp_path
         "expert_parallel: 1 before, 2 now",
         "processes: 2 before, 4 now",
         "zero_stage: 3 before, 2 now",
+        "sequence_parallel: 1 before, 2 now",
         "processes: 4 before, 1 now",
         "zero_stage: 2 before, 0 now",
     ):

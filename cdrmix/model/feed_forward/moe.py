@@ -60,7 +60,7 @@ class MoeFeedForward(nn.Module):
         to no expert, and its output is 0.
         """
         flat_TD = x.reshape(-1, x.shape[-1])
-        routing = self.router.route(flat_TD, None if gate is None else gate.keep_T)
+        routing = self.router.route(flat_TD, None if gate is None else gate.keep_T, context.group)
         routed = Routed.of(routing)
         if gate is not None:
             weights_TK = routing.weights_TK * gate.weight_T.unsqueeze(1)

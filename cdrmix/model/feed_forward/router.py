@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from cdrmix import ops
 from cdrmix.config.schema_layers import FeedForward
 from cdrmix.kernels.common.products import product_of_rows
+from cdrmix.model.sequence import SequenceGroup
 
 
 class Routed(NamedTuple):
@@ -63,15 +65,19 @@ class Router(nn.Module):
             # In generation the routes of a token do not depend on the number of tokens.
             return product_of_rows(x_TD, self.weight.mT.to(x_TD.dtype))
 
-    def route(self, x_TD: Tensor, keep_T: Tensor | None = None) -> ops.Routing:
+    def route(self, x_TD: Tensor, keep_T: Tensor | None = None, sequence: SequenceGroup | None = None) -> ops.Routing:
         """Which experts each token of x [T, D] goes to. T may be 0, in expert parallelism.
 
         keep_T: bool; the other tokens go to none. None: all tokens are kept.
+        sequence: the ranks with the other tokens of the same rows. The mean of their load_balance and z_loss is that of
+            whole rows.
         """
         # torch.compile would compile separately for every name.
         name = "" if torch.compiler.is_compiling() else self.name
         capacity = self.capacity(len(x_TD))
-        return ops.route_topk(self(x_TD), self.top_k, bias=self.bias, capacity=capacity, keep=keep_T, name=name)
+        logits_TE = self(x_TD)
+        routing = ops.route_topk(logits_TE, self.top_k, bias=self.bias, capacity=capacity, keep=keep_T, name=name)
+        return routing if sequence is None else _of_whole_rows(routing, logits_TE, keep_T, sequence)
 
     def capacity(self, tokens: int) -> int | None:
         """The most rows of an expert for that many tokens; None outside training, and where nothing is dropped."""
@@ -89,6 +95,24 @@ class Router(nn.Module):
             tokens_per_expert_E = tokens_per_expert_E.to(self.bias)
             self.bias += rate * (tokens_per_expert_E.mean() - tokens_per_expert_E).sign()
             self.bias -= self.bias.mean()
+
+
+def _of_whole_rows(
+    routing: ops.Routing, logits_TE: Tensor, keep_T: Tensor | None, sequence: SequenceGroup
+) -> ops.Routing:
+    """The routing of a slice with its part of the losses of whole rows, times the number of slices.
+
+    E sum_e f_e P_e is not a mean over slices: f_e has to be that of all of them. Each slice has its own sum of
+    probabilities, and P_e is the sum of these.
+    """
+    kept_T1 = torch.ones_like(logits_TE[:, :1]) if keep_T is None else keep_T.unsqueeze(1).to(logits_TE)
+    everywhere = sequence.total(torch.cat([routing.tokens_per_expert_E.to(logits_TE), kept_T1.sum().reshape(1)]))
+    tokens_per_expert_E, kept = everywhere[:-1], everywhere[-1].clamp(min=1)
+    share_E = tokens_per_expert_E / (kept * routing.experts_TK.shape[1])
+    probability_E = (logits_TE.softmax(-1) * kept_T1).sum(0) * (sequence.size / kept)
+    z_loss = routing.z_loss * (kept_T1.sum() * (sequence.size / kept))
+    load_balance = len(share_E) * (share_E * probability_E).sum()
+    return dataclasses.replace(routing, load_balance=load_balance, z_loss=z_loss)
 
 
 def balance_routers(model: nn.Module, tokens_per_expert_LE: Tensor, rate: float) -> None:

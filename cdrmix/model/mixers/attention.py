@@ -12,6 +12,7 @@ from cdrmix.config.schema import Model
 from cdrmix.model.context import Angles, Context
 from cdrmix.model.layers import linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
+from cdrmix.model.sequence import SequenceSlice
 
 
 class KeyValueBuffer:
@@ -117,8 +118,10 @@ class Attention(Mixer):
             q, k = self.query_norm(q), self.key_norm(k)
         if context.angles is not None:
             q, k = rotate(q, context.angles), rotate(k, context.angles)
-        after: AttentionCache | RaggedAttentionCache | tuple[AttentionCache, ...]
-        if context.token_by_token:
+        after: AttentionCache | RaggedAttentionCache | tuple[AttentionCache, ...] | None
+        if context.sequence is not None:
+            y, after = self._read_slice(q, k, v, context.sequence), None
+        elif context.token_by_token:
             assert isinstance(cache, AttentionCache)
             state, tokens, states = cache, [], []
             for each in zip(q.split(1), k.split(1), v.split(1), strict=True):
@@ -136,6 +139,17 @@ class Attention(Mixer):
                 after = _documents(after, context.cu_seqlens)
         y = self.projected("output", y.reshape(batch, length, width), context)
         return Mixed(y, after if context.keep_cache else None)
+
+    def _read_slice(self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceSlice) -> Tensor:
+        """The attention output [B, L, H, N] of a slice of the rows: each rank computes some heads of whole rows.
+
+        A key/value head is repeated where there are fewer of them than ranks.
+        """
+        group = sequence.group
+        repeats = max(1, group.size // self.kv_heads)
+        k, v = (x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (k, v))
+        whole = (group.heads(x) for x in (q, k, v))
+        return group.tokens(ops.attention(*whole, cu_seqlens=sequence.cu_seqlens))
 
     def _read(
         self, cache: AttentionCache | None, q: Tensor, k: Tensor, v: Tensor, context: Context

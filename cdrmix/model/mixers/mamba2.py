@@ -19,6 +19,7 @@ from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.layers import consecutive, linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
+from cdrmix.model.sequence import SequenceSlice
 
 DECAY_RANGE = (1.0, 16.0)  # initial -A, uniform
 STEP_RANGE = (1e-3, 1e-1)  # initial dt without the token's part, log-uniform
@@ -83,7 +84,7 @@ class Mamba2(Mixer):
         self.fused = {"input.weight": consecutive(-2, *gate_x_B_C_step)}
         self.output = linear(self.inner, config.d_model, 0.0)
 
-    def project(self, x: Tensor) -> Projected:
+    def project(self, x: Tensor, context: Context) -> Projected:
         """x [B, T, D] (normed) -> the inputs of the convolution, the scan and the gate, token by token."""
         return Projected(*self.input(x).split([self.inner, self.channels, self.heads], -1))
 
@@ -94,11 +95,13 @@ class Mamba2(Mixer):
     def forward(self, x: Tensor, context: Context, cache: MambaCache | None) -> Mixed:
         """x [B, T, D] (normed) -> its output, and the cache after the last token if wanted."""
         batch, length, _ = x.shape
-        gate, x_B_C, step, routing = self.project(x)
+        gate, x_B_C, step, routing = self.project(x, context)
         inputs_BTC, before_BWC = x_B_C, cache.convolved_BWC if cache else None
         if context.token_by_token:
             assert before_BWC is not None
             before_BWC = torch.cat([before_BWC[0], x_B_C[:-1, 0]]).unfold(0, before_BWC.shape[1], 1).mT
+        if context.sequence is not None:
+            before_BWC = context.sequence.before(x_B_C, len(self.conv_weight_WC) - 1)
         x_B_C, convolved = causal_convolution(
             x_B_C, self.conv_weight_WC, self.conv_bias, before_BWC, context.before_BT1
         )
@@ -125,12 +128,15 @@ class Mamba2(Mixer):
             token, last = ops.ssd_scan_step(q_t, k_t, v_t, log_decay_t, cache.scan_BHVK)
             y = token.unsqueeze(1)
         else:
+            carried = cache.scan_BHVK if cache else None
+            if context.sequence is not None:
+                carried = _carried(q, k, v, log_decay, context.cu_seqlens, context.sequence)
             y, last = ops.ssd_scan(
                 q,
                 k,
                 v,
                 log_decay,
-                state=cache.scan_BHVK if cache else None,
+                state=carried,
                 cu_seqlens=context.cu_seqlens,
                 return_state=context.keep_cache,
             )
@@ -147,6 +153,17 @@ class Mamba2(Mixer):
         gated = (_wide(y) * _silu(_wide(gate))).unflatten(-1, (self.groups, -1))
         normed = functional.rms_norm(gated, gated.shape[-1:], None, self.norm_eps).flatten(-2)
         return (normed * self.norm_weight).to(gate.dtype)
+
+
+def _carried(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, sequence: SequenceSlice
+) -> Tensor:
+    """The states before the documents of a slice, from the slices before it: [N, H, V, K]. A slice's transition is the
+    product of its decays."""
+    _, final = ops.ssd_scan(q, k, v, log_decay, cu_seqlens=cu_seqlens, return_state=True)
+    assert final is not None
+    decay_BH11 = log_decay.to(final.dtype).sum(1).exp()[:, :, None, None]
+    return sequence.states_before(final, decay_BH11, torch.mul)
 
 
 def causal_convolution(

@@ -13,6 +13,8 @@ from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.layers import elementwise, linear, orthogonal_
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
+from cdrmix.model.sequence import SequenceSlice
+from cdrmix.ops.checks import state_dtype
 
 
 class TimeMixCache(NamedTuple):
@@ -120,6 +122,8 @@ class TimeMix(Mixer):
             y = token.unsqueeze(1)
         else:
             carried = cache.wkv_BHVK if cache else None
+            if context.sequence is not None:
+                carried = _carried((r, log_w, k, v, a, b), cu_seqlens, context.sequence)
             y, last = ops.wkv7(
                 r, log_w, k, v, a, b, state=carried, cu_seqlens=cu_seqlens, return_state=context.keep_cache
             )
@@ -127,6 +131,23 @@ class TimeMix(Mixer):
         if context.keep_cache and last is not None:
             after = TimeMixCache(context.last(x), last)
         return Mixed(self.projected("output", mixed, context), after, values=value)
+
+
+def _carried(inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None, sequence: SequenceSlice) -> Tensor:
+    """The states before the documents of a slice, from the slices before it: [N, H, V, K].
+
+    The recurrence with v = 0 that starts from the unit matrix ends with the product of the transitions. `recompute`
+    keeps nothing for the backward pass but the inputs, which the recurrence itself keeps too.
+    """
+    r, log_w, k, v, a, b = inputs
+    heads, width = r.shape[2:]
+    unit = torch.eye(width, device=r.device, dtype=state_dtype(r)).expand(sequence.documents, heads, width, width)
+    options = {"cu_seqlens": cu_seqlens, "return_state": True, "recompute": True}
+    _, final = ops.wkv7(*inputs, **options)
+    _, transition = ops.wkv7(r, log_w, k, torch.zeros_like(v), a, b, state=unit, **options)
+    assert final is not None
+    assert transition is not None
+    return sequence.states_before(final, transition.index_select(0, sequence.last_B), torch.matmul)
 
 
 def _product(x: Tensor, weight_IO: Tensor) -> Tensor:

@@ -1,0 +1,217 @@
+"""One of several processes that share the tokens of each row: their gradients against those of whole rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.append(str(Path(__file__).parent))  # conftest.py keeps it off the path of child processes
+
+from worker import relative
+
+from cdrmix.config.schema import Config
+from cdrmix.data.batch import Batch
+from cdrmix.data.loader import train_loader
+from cdrmix.data.shards import open_shards
+from cdrmix.model.sequence import SequenceGroup, SequenceSlice
+from cdrmix.runtime import seed_everything
+from cdrmix.training import deepspeed_config
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.distributed import join
+from cdrmix.training.engine import make_engine
+from cdrmix.training.launch import exit_worker
+from cdrmix.training.optim import make_optimizer, parameter_groups
+
+# The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
+deepspeed_config.PERSISTENCE_THRESHOLD = 0
+
+
+def starts(rows: int, length: int, size: int) -> dict[str, list[int]]:
+    """Places in flattened rows where documents start inside them, around the borders of the slices."""
+    border, end = length // size, rows * length
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "one document a row": [],
+        "at borders": [place for place in range(0, end, border) if place % length],
+        "one token before a border": [border - 1, length + border - 1],
+        "one token after a border": [border + 1, end - border + 1],
+        "one in the last slice": [end - 1],
+        "many": sorted(set(torch.randint(1, end, (end // 3,), generator=generator).tolist())),
+    }
+
+
+def perturbed(config: Config, dtype: torch.dtype) -> Any:
+    """The model with no weight at zero: outputs start there, which would hide half of the gradients."""
+    seed_everything(3)
+    model = build_loss_model(config).to(dtype)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(dtype), alpha=0.1)
+    return model
+
+
+def run(model: Any, batch: Batch, share: float) -> dict[str, torch.Tensor]:
+    """The loss and the gradients of a micro-batch, summed over the processes."""
+    model.zero_grad()
+    losses = model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count, share)
+    losses.total.backward()
+    found = {"loss": losses.total.detach().clone()} | {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
+    found["counts"] = losses.router.tokens_per_expert_LE.double() if losses.router is not None else torch.zeros(1)
+    if model.sequence is not None:
+        for each in found.values():
+            dist.all_reduce(each)
+    return found
+
+
+def without_halo(self: SequenceSlice, x: torch.Tensor, count: int) -> torch.Tensor:
+    return x[:, :count] * 0
+
+
+def without_states(self: SequenceSlice, final: torch.Tensor, transition: torch.Tensor, apply: Any) -> torch.Tensor:
+    return torch.zeros_like(final)
+
+
+def without_transitions(
+    self: SequenceSlice,
+    final: torch.Tensor,
+    transition: torch.Tensor,
+    apply: Any,
+    states: Callable[..., torch.Tensor] = SequenceSlice.states_before,
+) -> torch.Tensor:
+    return states(self, final, torch.zeros_like(transition), apply)
+
+
+def of_this_slice(self: SequenceGroup, x: torch.Tensor) -> torch.Tensor:
+    return x.detach() * self.size
+
+
+GUARDS = {
+    "halo": (SequenceSlice, "before", without_halo),
+    "states": (SequenceSlice, "states_before", without_states),
+    "transitions": (SequenceSlice, "states_before", without_transitions),
+    "balance": (SequenceGroup, "total", of_this_slice),
+}
+
+
+@contextmanager
+def dropped(guard: str | None) -> Iterator[None]:
+    """Without one of the parts that make slices equal to whole rows."""
+    if guard is None:
+        yield
+        return
+    owner, name, instead = GUARDS[guard]
+    with patch.object(owner, name, instead):
+        yield
+
+
+def worst(config: Config, whole: Config, layout: list[int], guard: str | None = None) -> float:
+    """The largest relative error of the loss, the counts and the gradients of packed rows, in float64."""
+    world = join(config)
+    rows, length = 2, config.data.row_length
+    generator = torch.Generator().manual_seed(11)
+    ids, targets = torch.randint(0, config.cdrmix_model.vocab_size, (2, rows, length), generator=generator)
+    weights = torch.rand(rows, length, generator=generator).double()
+    bounds = sorted({0, *layout, *range(0, rows * length + 1, length)})
+    batch = Batch(ids, targets, weights, torch.tensor(bounds, dtype=torch.int32), 0, float(weights.sum()))
+    expected = run(perturbed(whole, torch.float64), batch, 1.0)
+    size = config.train.sequence_parallel
+    with dropped(guard):
+        found = run(perturbed(config, torch.float64), batch.of_slice(world.rank, size), 1 / size)
+    return max(relative(found[name], expected[name]) for name in expected)
+
+
+def slices(order: dict[str, Any]) -> int:
+    """Writes to `where` the largest error of each layout of documents, and those with each guard dropped."""
+    config = configured(order)
+    whole = configured(order, "train.sequence_parallel=1")
+    size, length = config.train.sequence_parallel, config.data.row_length
+    layouts = starts(2, length, size)
+    results = {name: worst(config, whole, layout) for name, layout in layouts.items()}
+    # Two slices need no transition: the second one's state is that after the first.
+    results |= {
+        f"without {guard}": worst(config, whole, [length - 1], guard)
+        for guard in GUARDS
+        if size > 2 or guard != "transitions"
+    }
+    if join(config).is_main_process:
+        Path(order["where"]).write_text(json.dumps(results))
+    return 0
+
+
+def configured(order: dict[str, Any], *overrides: str) -> Config:
+    return Config.from_yaml(order["config"], [*order["overrides"], *overrides])
+
+
+def engines(order: dict[str, Any]) -> int:
+    """Writes to `where` the largest errors of losses and weights in steps of the engine at every ZeRO stage."""
+    results = {}
+    for stage in (0, 1, 2, 3):
+        fixed = (
+            f"train.zero_stage={stage}",
+            f"train.activation_checkpointing={str(stage in (1, 3)).lower()}",
+            "train.micro_batch_rows=2",
+            "train.gradient_clip=0.3",  # below the norm, so that clipping acts
+            "train.epsilon=0.01",  # with AdamW's usual one an update of elements near zero magnifies rounding
+        )
+        config = configured(order, *fixed)
+        whole = configured(order, *fixed, "train.sequence_parallel=1", "train.expert_parallel=1")
+        world = join(config)
+        split = open_shards(Path(order["shards"])).train
+        plain = perturbed(whole, torch.float32)
+        start = {name: value.clone() for name, value in plain.language_model.state_dict().items()}
+        optimizer = make_optimizer(parameter_groups(plain, whole.train), whole.train)
+        engine = make_engine(config, build_loss_model(config), world)
+        engine.load_weights(start if world.is_main_process else {})
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * group["multiplier"]
+        engine.set_learning_rate(1e-2)
+        mine = train_loader(config, split, *world.share)
+        everyone = train_loader(whole, split)
+        losses = 0.0
+        for step in range(int(order["steps"])):
+            expected, found = 0.0, torch.zeros((), dtype=torch.float64)
+            optimizer.zero_grad()
+            batches = everyone.micro_batches(step)
+            for each in batches:
+                arguments = each.ids_BT, each.targets_BT, each.weights_BT, each.cu_seqlens_N, each.token_count
+                total = plain(*arguments, 1 / len(batches)).total
+                total.backward()
+                expected += total.item()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+            optimizer.step()
+            batches = mine.micro_batches(step)
+            engine.set_micro_batches(len(batches))
+            for each in batches:
+                total = engine.forward(each, last=each is batches[-1]).total
+                engine.backward(total)
+                found += total.detach().double()
+            engine.clip()
+            assert engine.step()
+            engine.zero()
+            losses = max(losses, abs(world.total(found).item() / expected - 1))
+        results[f"losses {stage}"] = losses
+        weights = engine.weights()
+        for name, value in plain.language_model.named_parameters() if world.is_main_process else ():
+            error = relative(weights[name], value.detach())
+            results[f"weights {stage}"] = max(results.get(f"weights {stage}", 0.0), error)
+    if world.is_main_process:
+        Path(order["where"]).write_text(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    order = json.loads(sys.argv[1])
+    exit_worker({"slices": slices, "engines": engines}[order["job"]](order))

@@ -1,0 +1,81 @@
+"""Processes that share the tokens of each row train as one process with whole rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cdrmix.errors import ConfigError
+from cdrmix.plan.memory import memory_of
+from cdrmix.training.launch import check_processes
+
+HEADS = ("model.attention.heads=4", "model.attention.kv_heads=2", "model.bigrams={rows: 50}")
+
+
+def told(work: Any, job: str, folder: Path, processes: int, *overrides: str, **options: str) -> dict[str, float]:
+    where = folder / "told.json"
+    finished = work(job, where, *overrides, processes=processes, script="sequence_worker.py", **options)
+    assert [process.returncode for process in finished] == [0] * processes, "\n".join(f.stdout for f in finished)
+    print(where.read_text())  # the figures, for who wants them: pytest -rP
+    found: dict[str, float] = json.loads(where.read_text())
+    return found
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_slices_give_the_gradients_of_whole_rows(work, tmp_path: Path, hybrid: tuple[str, ...], processes: int) -> None:
+    parallel = f"train.sequence_parallel={processes}"
+    for case, error in told(work, "slices", tmp_path, processes, *hybrid, *HEADS, parallel).items():
+        if case.startswith("without"):
+            assert error > 1e-6, case
+        else:
+            # Sums of at most 48 tokens and 64 channels in float64, through four layers and back.
+            assert error < 1e-12, case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "experts"), [(2, 1), (4, 2)])
+def test_the_engine_trains_slices_as_whole_rows(
+    work, tmp_path: Path, hybrid: tuple[str, ...], processes: int, experts: int
+) -> None:
+    layout = ("train.sequence_parallel=2", f"train.expert_parallel={experts}")
+    for case, error in told(work, "engines", tmp_path, processes, *hybrid, *HEADS, *layout, steps="8").items():
+        assert error < 1e-5, case
+
+
+def test_what_needs_whole_rows_is_refused(make_config, hybrid: tuple[str, ...]) -> None:
+    for reason, *overrides in (
+        (r"must divide data\.row_length=24", "train.sequence_parallel=5"),
+        (r"must divide model\.attention\.heads=2", "train.sequence_parallel=3"),
+        (r"at most 8: slices of 3 tokens, for model\.mamba\.conv_width", *hybrid, "train.sequence_parallel=12"),
+        (r"1 with model\.prediction", "train.sequence_parallel=2", "model.prediction={tokens: 2}"),
+        (r"1 with model\.depth\.part mixer", "train.sequence_parallel=2", "model.depth={capacity: 0.5, part: both}"),
+        (r"1 with model\.feed_forward\.drop", "train.sequence_parallel=2", "model.feed_forward.drop=true"),
+        (r"train\.sequence_parallel 1", "train.sequence_parallel=2", "train.compile=true"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            make_config(*overrides)
+    config = make_config("train.sequence_parallel=2")
+    check_processes(config, 2)  # together they have the 8 rows of a micro-batch
+    with pytest.raises(
+        ConfigError, match=r"train\.sequence_parallel: must divide the number of processes \(--nproc\), 3"
+    ):
+        check_processes(config, 3)
+    with pytest.raises(ConfigError, match=r"train\.batch_rows: must be a multiple"):
+        check_processes(config, 4)
+
+
+def test_a_plan_has_the_activations_of_a_slice(make_config, hybrid: tuple[str, ...]) -> None:
+    def planned(processes: int) -> dict[str, int]:
+        long = ("data.row_length=8192", "train.micro_batch_rows=1", "model.attention.heads=4", "model.d_model=256")
+        long += ("model.rwkv.head_size=32", "model.mamba.head_dim=32", "train.precision=bf16")
+        config = make_config(*hybrid, *long, f"train.sequence_parallel={processes}")
+        return {each.name: each.bytes for each in memory_of(config, "cuda", processes).components}
+
+    one, two, four = planned(1), planned(2), planned(4)
+    # A slice has in addition the inputs of the recurrences that are exchanged, so more than its part of the tokens.
+    assert 0.5 * one["activations"] < two["activations"] < 0.7 * one["activations"]
+    assert 0.5 * two["activations"] < four["activations"] < 0.6 * two["activations"]
+    assert one["weights"] == two["weights"]
