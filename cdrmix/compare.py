@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cdrmix.errors import CheckpointError
 from cdrmix.hf.export import exported_step
-from cdrmix.inference.checkpoints import AVERAGE, read_weights, step_of
+from cdrmix.inference.checkpoints import has_average, read_weights, step_of
 from cdrmix.inference.load import SUMS, final_weights, read_safetensors, verify
 from cdrmix.run_folder import read_metrics
 
@@ -66,7 +66,7 @@ def _read(path: Path) -> _Model:
             raise CheckpointError(f"{path} does not say which step it has: the exported model is incomplete")
         return _Model(read_safetensors(path, sums), {}, step, exported=True)
     checkpoint, weights = final_weights(path)
-    average = read_weights(checkpoint, average=True) if (checkpoint / AVERAGE).is_file() else {}
+    average = read_weights(checkpoint, average=True) if has_average(checkpoint) else {}
     return _Model(weights, average, step_of(checkpoint), exported=False)
 
 

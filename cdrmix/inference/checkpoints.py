@@ -6,11 +6,15 @@ run code.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,33 +23,96 @@ from cdrmix.errors import CheckpointError
 
 FORMAT = 2  # 2: state.json has the fingerprints of text and tokenizer, and the step of the best checkpoint
 MANIFEST = "manifest.json"
-MODEL = "model.safetensors"
-AVERAGE = "ema.safetensors"
-OPTIMIZER = "optimizer"  # begins the names of the files with the optimizer's state
+MODEL, AVERAGE, OPTIMIZER = "model", "ema", "optimizer"  # begin the names of the files: weights, average, moments
 
 
 def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor]:
-    """The fp32 weights of a checkpoint on the CPU, by LanguageModel parameter name. The file is verified first.
+    """The fp32 weights of a checkpoint on the CPU, by LanguageModel parameter name. Its files are verified first.
 
     average: read the running average (train.ema_decay) instead of the last weights.
-    Raises CheckpointError if the file is missing or differs from its manifest.
+    Raises CheckpointError if a file is missing or differs from its manifest.
     """
-    name = AVERAGE if average else MODEL
     files = read_manifest(checkpoint)["files"]
-    if name not in files:
-        raise CheckpointError(f"{checkpoint} has no {name}")
-    _verify_file(checkpoint / name, files[name])
-    return read_tensors(checkpoint / name)
+    names = files_of(AVERAGE if average else MODEL, files)
+    if not names:
+        raise CheckpointError(f"{checkpoint} has no {file_name(AVERAGE if average else MODEL)}")
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        _verify_file(checkpoint / name, files[name])
+        weights |= read_tensors(checkpoint / name)
+    return weights
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """The weights of a checkpoint, or their running average, each read when it is asked for. A context manager.
+
+    The files are not verified. Raises CheckpointError if the checkpoint has none.
+    """
+
+    def __init__(self, checkpoint: Path, *, average: bool = False) -> None:
+        names = files_of(AVERAGE if average else MODEL, read_manifest(checkpoint)["files"])
+        if not names:
+            raise CheckpointError(f"{checkpoint} has no {file_name(AVERAGE if average else MODEL)}")
+        self._files: dict[str, Any] = {}
+        with contextlib.ExitStack() as opened:
+            for path in (checkpoint / name for name in names):
+                if path.stat().st_size:
+                    file = opened.enter_context(safe_open(path, "pt"))
+                    self._files |= dict.fromkeys(file.keys(), file)
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def shapes(self) -> dict[str, list[int]]:
+        """The shape of each tensor, without reading it."""
+        return {name: list(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+
+def file_name(what: str, part: int = 0, parts: int = 1) -> str:
+    """The name of the file with part `part` of MODEL or AVERAGE, as transformers names the files of a model."""
+    return f"{what}.safetensors" if parts == 1 else f"{what}-{part + 1:05d}-of-{parts:05d}.safetensors"
+
+
+def files_of(what: str, files: Iterable[str]) -> list[str]:
+    """Those of the files that have MODEL, AVERAGE or OPTIMIZER, in order of name."""
+    return sorted(name for name in files if re.fullmatch(rf"{what}(-[a-z0-9-]+)?\.safetensors", name))
+
+
+def weights_hash(files: Mapping[str, Any]) -> str | None:
+    """The SHA-256 of the running average, or without one of the weights; of several files that of their hashes.
+
+    files: those of a manifest. None: it has none.
+    """
+    names = files_of(AVERAGE, files) or files_of(MODEL, files)
+    entries = [files[name] for name in names]
+    hashes = [entry["sha256"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("sha256"), str)]
+    if not hashes or len(hashes) < len(names):
+        return None
+    return str(hashes[0]) if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def optimizer_files(checkpoint: Path) -> list[str]:
     """The names of the files that have the optimizer's state. Raises CheckpointError."""
-    return [name for name in read_manifest(checkpoint)["files"] if name.startswith(OPTIMIZER)]
+    return files_of(OPTIMIZER, read_manifest(checkpoint)["files"])
 
 
 def has_average(checkpoint: Path) -> bool:
     """Whether a checkpoint was written with a running average of its weights. Raises CheckpointError."""
-    return AVERAGE in read_manifest(checkpoint)["files"]
+    return bool(files_of(AVERAGE, read_manifest(checkpoint)["files"]))
 
 
 def newest_whole_checkpoint(folder: Path, say: Callable[[str], None] | None = None) -> Path | None:
@@ -78,9 +145,8 @@ def verify_checkpoint(checkpoint: Path) -> None:
 def verify_weights(checkpoint: Path) -> None:
     """Raises CheckpointError if the weights, or their running average, are missing or differ from the manifest."""
     files = read_manifest(checkpoint)["files"]
-    for name in (MODEL, AVERAGE):
-        if name in files:
-            _verify_file(checkpoint / name, files[name])
+    for name in (*files_of(MODEL, files), *files_of(AVERAGE, files)):
+        _verify_file(checkpoint / name, files[name])
 
 
 def damages(checkpoint: Path) -> list[str]:
@@ -119,14 +185,19 @@ def base_of(checkpoint: Path) -> str:
 
 def state_dict_mismatch(weights: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> str | None:
     """Describes the first mismatch between weights and the names and shapes of a model; None if they match."""
-    lacking, more = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    return shapes_mismatch({name: list(tensor.shape) for name, tensor in weights.items()}, wanted)
+
+
+def shapes_mismatch(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str | None:
+    """Describes the first mismatch between two sets of names and shapes; None if they match."""
+    lacking, more = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     for what, names in (("lacks", lacking), ("has, in addition to those of the model,", more)):
         if names:
             without = " (it was written by a model without fast weights)" if _all_plastic(lacking) else ""
             return f"{what} {len(names)} tensors, the first is {names[0]}{without}"
     for name, shape in wanted.items():
-        if list(weights[name].shape) != list(shape):
-            return f"has {name} with shape {list(weights[name].shape)}; the configuration needs {list(shape)}"
+        if list(found[name]) != list(shape):
+            return f"has {name} with shape {list(found[name])}; the configuration needs {list(shape)}"
     return None
 
 

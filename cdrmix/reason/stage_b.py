@@ -18,7 +18,14 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, ConfigError
-from cdrmix.inference.checkpoints import MODEL, has_average, newest_whole_checkpoint, read_weights, state_dict_mismatch
+from cdrmix.inference.checkpoints import (
+    MODEL,
+    file_name,
+    has_average,
+    newest_whole_checkpoint,
+    read_weights,
+    state_dict_mismatch,
+)
 from cdrmix.inference.load import HEADS, backbone_weights
 from cdrmix.reason.build import build_model, make_phase
 from cdrmix.reason.episodes import check_episodes
@@ -197,7 +204,7 @@ def _begin(
         problem = state_dict_mismatch(weights, engine.shapes())
     problem = world.gather(problem)[0]
     if problem is not None:
-        where = origin / MODEL if origin is not None else "reasoning.backbone"
+        where = origin / file_name(MODEL) if origin is not None else "reasoning.backbone"
         raise CheckpointError(f"{where} does not fit this configuration's model: it {problem}")
     engine.load_weights(weights)
 

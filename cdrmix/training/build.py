@@ -11,6 +11,7 @@ from cdrmix.model.sequence import SequenceGroup
 from cdrmix.training.compiling import compile_blocks
 from cdrmix.training.distributed import TIMEOUT
 from cdrmix.training.expert_parallel import expert_layer
+from cdrmix.training.sharded_construction import sharding
 
 
 def narrow_residual(config: Config) -> bool:
@@ -19,12 +20,16 @@ def narrow_residual(config: Config) -> bool:
 
 
 def build_loss_model(config: Config) -> LossModel:
-    """The model with its loss, with this process's experts. Weights are drawn from torch's global generator."""
+    """The model with its loss, with this process's experts, and under ZeRO-3 its share of all weights.
+
+    Weights are drawn from torch's global generator.
+    """
     model = LanguageModel(
         config.cdrmix_model,
         activation_checkpointing=config.train.activation_checkpointing,
         experts=expert_layer(config),
         narrow_residual=narrow_residual(config),
+        share=sharding(config),
     )
     if config.train.compile:
         compile_blocks(model)

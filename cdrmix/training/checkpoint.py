@@ -1,9 +1,10 @@
 """Checkpoints that commit by rename: a checkpoint folder is complete, with a manifest of hashes, or does not exist.
 
 checkpoints/step-00000500/
-    model.safetensors            fp32 weights with all experts, gathered under every ZeRO stage; of a model with frozen
-                                 parameters and a base (see Engine) only those that are trained
-    ema.safetensors              their exponential moving average, if there is one
+    model.safetensors            fp32 weights with all experts; of a model with frozen parameters and a base (see Engine)
+                                 only those that are trained. Under ZeRO-3 each process writes some of the tensors, to
+                                 model-00001-of-00008.safetensors ...
+    ema.safetensors              their exponential moving average, if there is one; likewise
     optimizer-rank0.safetensors  ... each process's part of the optimizer's state, by parameter (optimizer_state.py)
     rng-rank0.json ...           the states of each process's random generators
     state.json                   step (also the position in the data), counters, loss scale, fingerprints, with a base
@@ -38,9 +39,10 @@ from cdrmix.inference.checkpoints import (
     AVERAGE,
     MODEL,
     OPTIMIZER,
+    StoredWeights,
+    file_name,
     optimizer_files,
-    read_tensors,
-    state_dict_mismatch,
+    shapes_mismatch,
 )
 from cdrmix.run_folder import RunFolder, check_text
 from cdrmix.training.checkpoint_writer import WHEN_FULL, CheckpointWriter, Contents
@@ -98,15 +100,16 @@ def save_checkpoint(
     """
     world, tensors, texts = engine.world, {}, {}
     # Under ZeRO-3 and expert parallelism these are collectives.
+    part = (world.rank, world.size) if engine.stage == 3 else (0, 1)  # of the weights; below, they are in rank 0
     for name, state in (
-        (MODEL, engine.weights),
-        (AVERAGE, engine.average_weights),
+        (file_name(MODEL, *part), engine.weights_part),
+        (file_name(AVERAGE, *part), engine.average_weights_part),
         (f"{OPTIMIZER}-rank{world.rank}.safetensors", engine.optimizer_state),
     ):
         tensors[name] = state(on_cpu if copies is None else copies.of(name))
     if copies is not None:
         copies.wait()
-    always = (MODEL, f"{OPTIMIZER}-rank0.safetensors") if world.is_main_process else ()
+    always = (file_name(MODEL, *part), f"{OPTIMIZER}-rank0.safetensors") if world.is_main_process else ()
     tensors = {name: found for name, found in tensors.items() if found or name in always}
     texts[f"rng-rank{world.rank}.json"] = json.dumps(_random_state(world)) + "\n"
     if world.is_main_process:
@@ -248,13 +251,14 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             f"{checkpoint} {_of_base(state.get('base'))}, and this run {_of_base(engine.base)}: the model at "
             "model.path has changed since this run began; restore it, or start a new run"
         )
-    weights = read_tensors(checkpoint / MODEL) if world.is_main_process else {}
-    problem = world.gather(state_dict_mismatch(weights, engine.shapes()) if world.is_main_process else None)[0]
-    if problem is not None:
-        raise CheckpointError(f"{checkpoint} does not fit the model: it {problem}")
-    engine.load_weights(weights)
+    with StoredWeights(checkpoint) as weights:
+        problem = shapes_mismatch(weights.shapes(), engine.shapes())
+        if problem is not None:
+            raise CheckpointError(f"{checkpoint} does not fit the model: it {problem}")
+        engine.load_weights(weights if world.is_main_process else {})
     if engine.average is not None:
-        engine.load_average_weights(read_tensors(checkpoint / AVERAGE))
+        with StoredWeights(checkpoint, average=True) as weights:
+            engine.load_average_weights(weights)
     engine.load_optimizer_state(checkpoint, optimizer_files(checkpoint))
     engine.loss_scale.load(state["loss_scale"])
     generators = checkpoint / f"rng-rank{world.rank}.json"

@@ -287,6 +287,11 @@ class Engine:
 
         The names are of the model's state_dict; with `base` those of the trained parameters. All ranks call.
         """
+        return self._weights.whole(self._weights.local(), keep, everything_in=0)
+
+    def weights_part(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
+        """This process's part of what `weights` returns: each tensor is in one process, under ZeRO-3 they are spread
+        evenly. All ranks call."""
         return self._weights.whole(self._weights.local(), keep)
 
     def copy_weights(self, target: nn.Module) -> None:
@@ -303,9 +308,13 @@ class Engine:
 
     def average_weights(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
         """The averaged weights in the form of `weights`; {} without an average."""
+        return {} if self.average is None else self._weights.whole(self.average.tensors, keep, everything_in=0)
+
+    def average_weights_part(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
+        """The averaged weights in the form of `weights_part`; {} without an average."""
         return {} if self.average is None else self._weights.whole(self.average.tensors, keep)
 
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Loads what `weights` returned. Rank 0's argument is sent to every rank. All ranks call."""
         self._weights.load(weights)
         if self.stage > 0 and self._weights.masters is None:
@@ -318,7 +327,7 @@ class Engine:
             for mine, weight in zip(self.average.tensors, self._weights.local(), strict=True):
                 mine.copy_(weight)
 
-    def load_average_weights(self, weights: dict[str, Tensor]) -> None:
+    def load_average_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Loads what `average_weights` returned; every rank passes the full weights."""
         assert self.average is not None
         self._weights.load_local(self.average.tensors, weights)

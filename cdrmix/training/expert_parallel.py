@@ -33,14 +33,17 @@ class ExpertGroups:
     experts: ExpertGroup
     copies: dist.ProcessGroup
 
-    def whole(self, mine: Tensor) -> Tensor | None:
-        """Gathers all experts' rows in rank 0 from each rank's `mine`. None in the other ranks. All ranks call."""
+    def whole(self, mine: Tensor, owner: int = 0) -> Tensor | None:
+        """Gathers all experts' rows in one rank from each rank's `mine`. None in the other ranks. All ranks call.
+
+        owner: one of the ranks that hold the first copy of each expert.
+        """
         size, rank = self.experts.size, self.experts.rank
         if dist.get_rank(self.copies) > 0:
             return None  # only the first copy of each expert sends
-        whole = mine.new_empty(size * len(mine), *mine.shape[1:]) if rank == 0 else None
+        whole = mine.new_empty(size * len(mine), *mine.shape[1:]) if rank == owner else None
         parts = None if whole is None else list(whole.chunk(size))
-        dist.gather(mine.contiguous(), parts, group=self.experts.group, group_dst=0)
+        dist.gather(mine.contiguous(), parts, group=self.experts.group, group_dst=owner)
         return whole
 
     def shard(self, mine: Tensor, whole: Tensor | None) -> None:
@@ -82,6 +85,7 @@ def expert_layer(config: Config) -> Callable[[Model], MoeFeedForward]:
             parameter.allreduce = False
             parameter.group_name = parameter.ds_zero_partition_group_name = groups.name
             parameter.ds_zero_placement_family = "autoep_expert"
+            parameter.ds_zero_partition_process_group = groups.copies  # under ZeRO-3, also before DeepSpeed sees it
         layer.ep_size, layer.ep_group_name, layer.folding_group_handles = groups.experts.size, groups.name, None
         layer.num_experts = model.feed_forward.experts
         layer.num_local_experts = layer.num_experts // layer.ep_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -52,30 +52,47 @@ class ModelWeights:
             return [flat.detach() for flat in self.masters.flat]
         return [self._held(parameter) for parameter in self._saved.values()]
 
-    def whole(self, local: Sequence[Tensor], keep: Keep) -> dict[str, Tensor]:
-        """Whole float32 weights on the CPU, with all experts, and the buffers: in rank 0; {} in the others.
+    def whole(self, local: Sequence[Tensor], keep: Keep, *, everything_in: int | None = None) -> dict[str, Tensor]:
+        """Whole float32 weights on the CPU, with all experts, and the buffers: each in one process.
 
         local: what `local` returned, or its average. keep: brings a tensor to the CPU. All ranks call.
+        everything_in: the rank that has all of them; None: rank 0, but under ZeRO-3 they are spread over the ranks.
         One parameter at a time is whole on the device.
         """
         whole = {}
+        owners = self._owners() if everything_in is None else dict.fromkeys(self._saved, everything_in)
         for number, (name, parameter) in enumerate(self._saved.items()):
             if self.masters is not None and parameter in self.masters:
                 mine = self.masters.whole(parameter, local)
             else:
                 mine = local[number] if self.masters is None else self._held(parameter).float()  # or it is frozen
                 mine = _joined(mine.to(self._world.device), parameter) if self._stage == 3 else mine
-            tensor: Tensor | None = mine if self._world.rank == 0 else None
+            tensor: Tensor | None = mine if self._world.rank == owners[name] else None
             if is_expert_shard(parameter):
                 assert self._experts is not None
-                tensor = self._experts.whole(mine)
+                tensor = self._experts.whole(mine, owners[name])
             if tensor is not None:
                 whole[name] = keep(name, tensor.detach())
         if self._world.rank == 0:
             whole |= {name: buffer.cpu().clone() for name, buffer in self._buffers.items()}
         return whole
 
-    def load(self, weights: dict[str, Tensor]) -> None:
+    def _owners(self) -> dict[str, int]:
+        """The rank that has each saved parameter. Under ZeRO-3 the largest first, each to the one with the fewest
+        elements; experts to the ranks that hold them first."""
+        if self._stage < 3:
+            return dict.fromkeys(self._saved, 0)
+        elements = [0] * self._world.size
+        sizes = {name: self.place(parameter)[1].numel() for name, parameter in self._saved.items()}
+        owners = {}
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            expert = is_expert_shard(self._saved[name])
+            ranks = range(self._experts.experts.size if expert and self._experts is not None else self._world.size)
+            owners[name] = min(ranks, key=lambda rank: elements[rank])
+            elements[owners[name]] += sizes[name]
+        return owners
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
         """Loads what `whole` returned. Rank 0's argument is sent to every rank. All ranks call."""
         for name, parameter in self._saved.items():
             with self._gathered(parameter), torch.no_grad():
@@ -97,7 +114,7 @@ class ModelWeights:
             if self._world.size > 1:
                 dist.broadcast(buffer, 0)
 
-    def load_local(self, local: Sequence[Tensor], weights: dict[str, Tensor]) -> None:
+    def load_local(self, local: Sequence[Tensor], weights: Mapping[str, Tensor]) -> None:
         """Fills tensors of the shapes of `local` from whole weights, which every rank passes."""
         for number, (name, parameter) in enumerate(self._saved.items()):
             if self.masters is not None:

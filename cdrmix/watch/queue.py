@@ -10,10 +10,19 @@ from typing import NamedTuple
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError
-from cdrmix.inference.checkpoints import AVERAGE, MANIFEST, MODEL, list_checkpoints, read_manifest, step_of
+from cdrmix.inference.checkpoints import (
+    AVERAGE,
+    MANIFEST,
+    MODEL,
+    file_name,
+    files_of,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+    weights_hash,
+)
 
-# What a model is loaded from. The optimizer's state, twice as large, is not kept from removal.
-FILES = (MODEL, AVERAGE, "state.json", "config_snapshot.yaml")
+FILES = ("state.json", "config_snapshot.yaml")  # what a model is loaded from, besides its weights
 
 
 class Candidate(NamedTuple):
@@ -27,10 +36,10 @@ class Candidate(NamedTuple):
 def candidate(folder: Path) -> Candidate:
     """The checkpoint in a folder. Raises CheckpointError if its manifest is missing or damaged."""
     files = read_manifest(folder)["files"]
-    entry = files.get(AVERAGE) or files.get(MODEL)
-    if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
-        raise CheckpointError(f"{folder / MANIFEST} is corrupt: it has no SHA-256 of {MODEL}")
-    return Candidate(folder, step_of(folder), entry["sha256"])
+    digest = weights_hash(files)
+    if digest is None:
+        raise CheckpointError(f"{folder / MANIFEST} is corrupt: it has no SHA-256 of {file_name(MODEL)}")
+    return Candidate(folder, step_of(folder), digest)
 
 
 class Due:
@@ -85,7 +94,10 @@ class Queue:
         temporary = target.with_name(f"{target.name}.tmp")
         temporary.mkdir()
         try:
-            for name in [name for name in FILES if name in read_manifest(found.folder)["files"]] + [MANIFEST]:
+            files = read_manifest(found.folder)["files"]
+            others = [name for name in FILES if name in files]
+            # The optimizer's state, twice as large, is not kept from removal.
+            for name in (*files_of(MODEL, files), *files_of(AVERAGE, files), *others, MANIFEST):
                 _link(found.folder / name, temporary / name)
             temporary.rename(target)
         except FileNotFoundError as error:

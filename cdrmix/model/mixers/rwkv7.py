@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -142,9 +143,9 @@ def _carried(inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None, sequence: Se
     r, log_w, k, v, a, b = inputs
     heads, width = r.shape[2:]
     unit = torch.eye(width, device=r.device, dtype=state_dtype(r)).expand(sequence.documents, heads, width, width)
-    options = {"cu_seqlens": cu_seqlens, "return_state": True, "recompute": True}
-    _, final = ops.wkv7(*inputs, **options)
-    _, transition = ops.wkv7(r, log_w, k, torch.zeros_like(v), a, b, state=unit, **options)
+    scan = partial(ops.wkv7, cu_seqlens=cu_seqlens, return_state=True, recompute=True)
+    _, final = scan(*inputs)
+    _, transition = scan(r, log_w, k, torch.zeros_like(v), a, b, state=unit)
     assert final is not None
     assert transition is not None
     return sequence.states_before(final, transition.index_select(0, sequence.last_B), torch.matmul)

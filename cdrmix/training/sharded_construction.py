@@ -1,0 +1,35 @@
+"""Construction of a model under ZeRO-3: a process keeps its share of each part as soon as the part is made.
+
+Every process makes every part, so the weights have the bits of a model that is made whole. Memory is needed for one
+whole part at a time: a block, or the embedding. `deepspeed.zero.Init` around the construction of the whole model does
+not work: initialisers read sizes of submodules that it has emptied by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import nn
+
+from cdrmix.config.schema import Config
+from cdrmix.training.deepspeed_config import deepspeed_config
+from cdrmix.training.distributed import join
+from cdrmix.training.zero import deepspeed_stage
+
+
+def sharding(config: Config) -> Callable[[nn.Module], None] | None:
+    """What replaces the parameters of a part by this process's share of them; None below ZeRO-3.
+
+    Experts of expert parallelism are shared among the processes that have the same ones (`expert_layer`).
+    """
+    if not dist.is_initialized() or deepspeed_stage(config.train, dist.get_world_size()) < 3:
+        return None
+    import deepspeed  # imported after distributed.join has chosen the accelerator
+
+    settings = deepspeed_config(config, join(config))
+
+    def share(part: nn.Module) -> None:
+        deepspeed.zero.Init(module=part, config_dict_or_path=settings)
+
+    return share
