@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from cdrmix.eval.changes import changes, table
 from cdrmix.page import escaped, picture
-from cdrmix.report.plots import DARK, LIGHT, Palette, Row, label, plain
+from cdrmix.report.plots import DARK, LIGHT, Palette, Row, label, plain, png
 
 NOTE = (
     "Lower is better. The table is for the whole held-out text. The curves are for the rows of it that are evaluated "
@@ -91,7 +90,4 @@ def draw_domains(
     label(axes, "step", "bits per byte", palette)
     axes.set_title(title, loc="left", color=palette.ink, fontsize=11, fontweight="bold")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9, labelcolor=palette.ink)
-    drawn = io.BytesIO()
-    # No software version or date in the file: the same run gives the same bytes.
-    figure.savefig(drawn, format="png", facecolor=palette.paper, metadata={"Software": None})
-    return drawn.getvalue()
+    return png(figure, palette)

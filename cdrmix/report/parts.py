@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 import matplotlib
@@ -10,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from cdrmix.page import escaped, picture
-from cdrmix.report.plots import DARK, LIGHT, Palette, Row, label, plain, smooth
+from cdrmix.report.plots import DARK, LIGHT, Palette, Row, label, plain, png, smooth
 
 NOTE = (
     "Each part counts its own tokens, without the weights of data.objectives.weights. Held-out fill in the middle is "
@@ -84,7 +83,4 @@ def draw_parts(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> 
     label(axes, "step", "nats per token", palette)
     axes.set_title(title, loc="left", color=palette.ink, fontsize=11, fontweight="bold")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9, labelcolor=palette.ink)
-    drawn = io.BytesIO()
-    # No software version or date in the file: the same run gives the same bytes.
-    figure.savefig(drawn, format="png", facecolor=palette.paper, metadata={"Software": None})
-    return drawn.getvalue()
+    return png(figure, palette)

@@ -55,8 +55,16 @@ def draw(rows: Sequence[Row], held_out: Mapping[str, float] | None, *, title: st
     _router(router, rows, palette)
     _rate(rate, rows, palette)
     loss.set_title(title, loc="left", color=palette.ink, fontsize=13, fontweight="bold", pad=10)
+    return png(figure, palette)
+
+
+def png(figure: Figure, palette: Palette) -> bytes:
+    """The picture as PNG. The file has no software version and no date: the same figure gives the same bytes."""
+    engine = figure.get_layout_engine()
+    if engine is not None:  # once: to save the figure would compute its layout twice, which takes as long as to draw it
+        engine.execute(figure)
+        figure.set_layout_engine("none")
     picture = io.BytesIO()
-    # The file has no software version and no date: the same run gives the same bytes.
     figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
     return picture.getvalue()
 
@@ -122,9 +130,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
     figure.suptitle(
         f"Load of the experts: {title}", x=0.02, ha="left", color=palette.ink, fontsize=12, fontweight="bold"
     )
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
-    return picture.getvalue()
+    return png(figure, palette)
 
 
 def plain(axes: Axes, palette: Palette) -> None:

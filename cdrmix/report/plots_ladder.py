@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullLocator
 
-from cdrmix.report.plots import LIGHT, Palette, label, plain
+from cdrmix.report.plots import LIGHT, Palette, label, plain, png
 
 
 class MeasuredRung(NamedTuple):
@@ -89,6 +88,4 @@ def draw_forecast(
     legend = axes.legend(frameon=False, fontsize=8.5, loc="upper right")
     for text in legend.get_texts():
         text.set_color(palette.ink)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
-    return picture.getvalue()
+    return png(figure, palette)

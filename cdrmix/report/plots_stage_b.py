@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from cdrmix.report.plots import LIGHT, Palette, Row, label, plain, smooth
+from cdrmix.report.plots import LIGHT, Palette, Row, label, plain, png, smooth
 
 Mechanisms = Mapping[str, Mapping[str, Mapping[str, float]]]
 
@@ -80,7 +79,7 @@ def draw_mechanisms(mechanisms: Mechanisms, *, title: str, palette: Palette = LI
         axes.set_title(TITLES[name], loc="left", color=palette.ink, fontsize=10.5, fontweight="bold")
         label(axes, "chunks read", "accuracy", palette)
         axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=palette.ink)
-    return _png(figure, title, palette)
+    return _titled(figure, title, palette)
 
 
 def draw_phases(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> bytes | None:
@@ -116,11 +115,9 @@ def draw_phases(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) ->
             label(axes, "step", "", palette)
             if index == 0:
                 axes.set_title(name.replace("_", " "), loc="left", color=palette.ink, fontsize=9.5, fontweight="bold")
-    return _png(figure, title, palette)
+    return _titled(figure, title, palette)
 
 
-def _png(figure: Figure, title: str, palette: Palette) -> bytes:
+def _titled(figure: Figure, title: str, palette: Palette) -> bytes:
     figure.suptitle(title, x=0.02, ha="left", color=palette.ink, fontsize=12, fontweight="bold")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
-    return picture.getvalue()
+    return png(figure, palette)

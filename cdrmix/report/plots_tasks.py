@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
-
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from cdrmix.eval.evaluation import Scores, length_text
-from cdrmix.report.plots import LIGHT, Palette
+from cdrmix.report.plots import LIGHT, Palette, png
 
 
 def draw_scores(scores: Scores, *, title: str, palette: Palette = LIGHT) -> bytes:
@@ -46,7 +44,4 @@ def draw_scores(scores: Scores, *, title: str, palette: Palette = LIGHT) -> byte
     axes.set_xlabel(f"tokens of a question; {note}", color=palette.ink, fontsize=9)
     axes.set_title(f"Right answers of {count} questions each", loc="left", color=palette.ink, fontsize=11)
     figure.suptitle(title, x=0.01, ha="left", color=palette.ink, fontsize=8)
-    picture = io.BytesIO()
-    # No software version or date in the file: the same scores give the same bytes.
-    figure.savefig(picture, format="png", facecolor=palette.paper, metadata={"Software": None})
-    return picture.getvalue()
+    return png(figure, palette)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from cdrmix.eval.rows import figure as figure_of
 from cdrmix.eval.rows import last_results, measured
 from cdrmix.page import escaped, picture
-from cdrmix.report.plots import DARK, LIGHT, Palette, Row, label, plain
+from cdrmix.report.plots import DARK, LIGHT, Palette, Row, label, plain, png
 
 MOST_REASONS = 10
 
@@ -77,10 +76,7 @@ def draw_suites(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) ->
         label(axes, "step" if place == len(curves) - 1 else "", suite, palette)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9, labelcolor=palette.ink)
     grid[0, 0].set_title(title, loc="left", color=palette.ink, fontsize=11, fontweight="bold")
-    drawn = io.BytesIO()
-    # No software version or date in the file: the same rows give the same bytes.
-    figure.savefig(drawn, format="png", facecolor=palette.paper, metadata={"Software": None})
-    return drawn.getvalue()
+    return png(figure, palette)
 
 
 def _curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float, float, float]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from matplotlib.ticker import AutoLocator, ScalarFormatter
 
 from cdrmix.eval.suites import Measure, SuiteResult
 from cdrmix.page import escaped, html_page, picture, tiles
-from cdrmix.report.plots import DARK, LIGHT, Palette, label, plain
+from cdrmix.report.plots import DARK, LIGHT, Palette, label, plain, png
 
 # The axis of a figure by the end of its name; a figure with another name is a share if its interval is inside [0, 1].
 AXES = {"bits_per_byte": "bits per byte", "_ms": "milliseconds"}
@@ -89,10 +88,7 @@ def draw_suite(result: SuiteResult, *, palette: Palette = LIGHT) -> bytes | None
     grid = figure.subplots(len(counts), 1, squeeze=False, height_ratios=[count + 1 for count in counts])
     for axes, (name, measures) in zip(grid[:, 0], of_axes.items(), strict=True):
         _draw_axis(axes, name, measures, result.facts.get("chance", {}), palette)
-    drawn = io.BytesIO()
-    # No software version or date in the file: the same results give the same bytes.
-    figure.savefig(drawn, format="png", facecolor=palette.paper, metadata={"Software": None})
-    return drawn.getvalue()
+    return png(figure, palette)
 
 
 def _draw_axis(axes: Axes, name: str, measures: Sequence[Measure], chance: object, palette: Palette) -> None:

@@ -1,9 +1,9 @@
 """Checkpoints that commit by rename: a checkpoint folder is complete, with a manifest of hashes, or does not exist.
 
 checkpoints/step-00000500/
-    model.safetensors            fp32 weights with all experts; of a model with frozen parameters and a base (see Engine)
-                                 only those that are trained. Under ZeRO-3 each process writes some of the tensors, to
-                                 model-00001-of-00008.safetensors ...
+    model.safetensors            fp32 weights with all experts; of a model with frozen parameters and a base (see
+                                 Engine) only those that are trained. Under ZeRO-3 each process writes some of the
+                                 tensors, to model-00001-of-00008.safetensors ...
     ema.safetensors              their exponential moving average, if there is one; likewise
     optimizer-rank0.safetensors  ... each process's part of the optimizer's state, by parameter (optimizer_state.py)
     rng-rank0.json ...           the states of each process's random generators
