@@ -10,7 +10,7 @@ from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.zero import deepspeed_stage
 
 BUCKET = 50_000_000  # elements of one message; 200 MB of fp32
-MOST_LIVE = 1_000_000_000  # most parameters that ZeRO-3 gathers at a time; a single module may exceed it
+MOST_LIVE = 1_000_000_000  # most parameters that ZeRO-3 keeps gathered; a single module may exceed it
 PERSISTENCE_THRESHOLD = 100_000  # elements; ZeRO-3 does not shard smaller parameters: 400 KB costs less than a message
 
 
@@ -85,7 +85,7 @@ def deepspeed_config(config: Config, world: DistributedContext) -> dict[str, Any
             "stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD,
             "stage3_model_persistence_threshold": sys.maxsize,
             "stage3_max_live_parameters": MOST_LIVE,
-            "stage3_max_reuse_distance": 1_000_000_000,
+            "stage3_max_reuse_distance": MOST_LIVE,
             "stage3_module_granularity_threshold": 0,
             "stage3_use_all_reduce_for_fetch_params": False,
             "stage3_allgather_sequential": False,

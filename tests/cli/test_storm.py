@@ -23,9 +23,9 @@ Arguments = Callable[..., list[str]]
 STORMS = int(os.environ.get("CDRMIX_STORMS", "6"))
 LAYOUTS = {1: "train.zero_stage=0", 2: "train.zero_stage=1", 4: "train.zero_stage=3"}
 SHAPE = (
-    "train.steps=40",
+    "train.steps=16",
     "train.checkpoint_every=2",
-    "train.evaluate_every=40",
+    "train.evaluate_every=16",
     "train.batch_rows=4",
 )
 
@@ -89,7 +89,7 @@ def test_a_storm(
                 if rng.random() < 0.5:
                     wait_for(tmp_path, "step-*.tmp-*", launcher)
                 else:
-                    time.sleep(rng.uniform(0.0, 2.0))
+                    time.sleep(rng.uniform(0.0, 1.0))
                 single = processes > 1 and rng.random() < 0.5
                 found = workers(launcher.pid) if single else [launcher.pid]
                 if launcher.poll() is None and found:

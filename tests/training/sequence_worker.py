@@ -167,7 +167,8 @@ def engines(order: dict[str, Any]) -> int:
             "train.epsilon=0.01",  # with AdamW's usual one an update of elements near zero magnifies rounding
         )
         config = configured(order, *fixed)
-        whole = configured(order, *fixed, "train.sequence_parallel=1", "train.expert_parallel=1")
+        alone = ("train.zero_stage=0", "train.sequence_parallel=1", "train.expert_parallel=1")
+        whole = configured(order, *fixed, *alone)
         world = join(config)
         split = open_shards(Path(order["shards"])).train
         plain = perturbed(whole, torch.float32)
