@@ -1,4 +1,4 @@
-"""Under ZeRO-3 a process keeps its share of each part of a model as soon as it is made, with the bits of a whole one."""
+"""Under ZeRO-3 a process keeps its share of each part of a model as it is made, with the bits of a whole one."""
 
 from __future__ import annotations
 
