@@ -96,8 +96,9 @@ class SequenceSlice:
         packed = self.group.gather(torch.cat([final.flatten(1), transition.flatten(1)], 1))
         finals, transitions = packed.split([final[0].numel(), transition[0].numel()], 2)
         state = finals[0].view_as(final)
-        for rank in range(1, self.group.rank):
-            state = apply(state, transitions[rank].view_as(transition)) + finals[rank].view_as(final)
+        with torch.autocast(final.device.type, enabled=False):  # states are float32, and so are their products
+            for rank in range(1, self.group.rank):
+                state = apply(state, transitions[rank].view_as(transition)) + finals[rank].view_as(final)
         state = state.where(self.continues_B.view(-1, *(1,) * (final.ndim - 1)), 0)
         return state.new_zeros(self.documents, *state.shape[1:]).index_copy(0, self.first_B, state)
 

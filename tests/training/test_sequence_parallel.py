@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cdrmix.errors import ConfigError
+from cdrmix.model.sequence import SequenceGroup, slice_of
 from cdrmix.plan.memory import memory_of
 from cdrmix.training.launch import check_processes
 
@@ -41,6 +43,21 @@ def test_the_engine_trains_slices_as_whole_rows(work, tmp_path: Path, hybrid: tu
     layout = ("train.sequence_parallel=2", "train.expert_parallel=2")
     for case, error in told(work, "engines", tmp_path, 4, *hybrid, *HEADS, *layout, steps="4").items():
         assert error < 1e-5, case
+
+
+def test_states_are_added_up_in_float32_under_autocast() -> None:
+    class Alike(SequenceGroup):
+        """Every process has the same slice."""
+
+        def gather(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([x] * self.size)
+
+    here, _ = slice_of(Alike(None, 2, 3), None, rows=2, length=12, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    final, transition = (torch.randn(2, 1, 8, 8, generator=generator) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = here.states_before(final, transition, torch.matmul)
+    assert torch.equal(found, final @ transition + final)
 
 
 def test_what_needs_whole_rows_is_refused(make_config, hybrid: tuple[str, ...]) -> None:
