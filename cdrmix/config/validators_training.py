@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cdrmix.config.hyperparameters import COUNTING_KEYS, countable
-from cdrmix.config.rule import Rule
+from cdrmix.config.rule import BUILT_IN, Rule
 
 
 def _batch_rows(rows: int, micro: int) -> str | None:
@@ -51,6 +51,14 @@ def _slices_of_heads(
     return f"a divisor or a multiple of model.attention.kv_heads={kv_heads}" if refused else None
 
 
+def _slices_of_plugins(processes: int, mixers: Mapping[str, list[int]], feed_forward: str) -> str | None:
+    others = [name for name in mixers if name not in BUILT_IN["mixer"]]
+    others += [] if feed_forward in BUILT_IN["feed-forward"] else [feed_forward]
+    if processes == 1 or not others:
+        return None
+    return f"1 with {others[0]} of a plugin, which would take each slice for a whole row"
+
+
 def _whole_rows(
     processes: int, prediction: object, depth: Mapping[str, Any] | None, drop: bool, reasoning: object, dpo: object
 ) -> str | None:
@@ -59,7 +67,7 @@ def _whole_rows(
     reasons = {
         "model.prediction: its depths read the embeddings of later tokens": prediction is not None,
         "model.depth.part mixer or both: processes would keep different numbers of tokens": (
-            depth is not None and depth.get("part") != "feed_forward"
+            depth is not None and depth.get("part", "feed_forward") != "feed_forward"
         ),
         "model.feed_forward.drop: an expert's capacity is of whole rows": drop,
         "reasoning: adapters and memories read whole rows": reasoning is not None,
@@ -156,6 +164,7 @@ RULES = (
         _compile,
     ),
     Rule(("train.sequence_parallel", "data.row_length"), _slices),
+    Rule(("train.sequence_parallel", "model.mixer_layers", "model.feed_forward.kind"), _slices_of_plugins),
     Rule(
         ("train.sequence_parallel", "data.row_length", "model.mamba.conv_width", "model.mixer_layers"),
         _slices_of_convolution,

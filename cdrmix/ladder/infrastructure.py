@@ -87,6 +87,8 @@ class _Subject:
 def validate_infrastructure(config: Config, folder: Path, say: Callable[[str], None] = print) -> list[Check]:
     """Checks device, text, model, forward and backward pass, gradients, checkpoints, repetition and sandbox.
 
+    All of it in this process, without expert and sequence parallelism.
+
     Args:
         config: of the rung that is used, the smallest one.
         folder: for two short runs, which are removed again.
@@ -99,7 +101,8 @@ def validate_infrastructure(config: Config, folder: Path, say: Callable[[str], N
         CorpusError, ShardError, DiskFullError, Preempted: as the training does.
     """
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as name:
-        subject = _Subject(config, Path(name), say)
+        alone = config.train.model_copy(update={"expert_parallel": 1, "sequence_parallel": 1})
+        subject = _Subject(config.model_copy(update={"train": alone}), Path(name), say)
         results: list[Check] = []
         for title, check in CHECKS.items():
             failed = next((each.name for each in results if each.outcome is Outcome.FAIL), None)

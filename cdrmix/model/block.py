@@ -88,13 +88,13 @@ class Block(nn.Module):
             update = FastWeightUpdate(self.plastic, span, cache.plastic)
             context = context._replace(fast_weights=update)
         x, normed = self.mixer_norm(x, y)
-        mixing = self._gate("mixer", normed)
+        mixing = self._gate("mixer", normed, context)
         if mixing is None:
             mixed = self.mixer(normed, context, cache.mixer)
         else:
             mixed = mix_kept(self.mixer, self.config, normed, context, cache.mixer, mixing)
         x, normed = self.feed_forward_norm(x, mixed.y)
-        feeding = self._gate("feed_forward", normed)
+        feeding = self._gate("feed_forward", normed, context)
         if feeding is None:
             fed = self.feed_forward(normed, context, cache.feed_forward_BD)
         else:
@@ -111,10 +111,10 @@ class Block(nn.Module):
         gated = tuple(gate.gated for gate in (mixing, feeding) if gate is not None)
         return BlockOutput(x, fed.y, v_first, after, routed, correlation, gated)
 
-    def _gate(self, branch: str, normed: Tensor) -> Gate | None:
+    def _gate(self, branch: str, normed: Tensor, context: Context) -> Gate | None:
         """Which tokens a branch computes, from its input [B, T, D]; None: all."""
         if branch not in self.depth_routers:
             return None
         router = self.depth_routers[branch]
         assert isinstance(router, DepthRouter)
-        return router.gate(normed.flatten(0, 1))
+        return router.gate(normed.flatten(0, 1), context.group)

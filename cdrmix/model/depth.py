@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.kernels.common.products import product_of_rows
+from cdrmix.model.sequence import SequenceGroup
 
 FIRST_BIAS = 1.0  # of a new router, whose scores are 0: every token is kept
 
@@ -61,15 +62,19 @@ class DepthRouter(nn.Module):
             x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
             return product_of_rows(x_TD, self.weight.mT.to(x_TD.dtype)) * x_TD.shape[1] ** -0.5
 
-    def gate(self, x_TD: Tensor) -> Gate:
-        """The decision for each token of x [T, D], the normed input of the branch. T may be 0."""
+    def gate(self, x_TD: Tensor, sequence: SequenceGroup | None = None) -> Gate:
+        """The decision for each token of x [T, D], the normed input of the branch. T may be 0.
+
+        sequence: the ranks with the other tokens of the same rows. The threshold is that of all of them.
+        """
         score_T = self(x_TD).squeeze(1)
         with torch.no_grad():
             keep_T = score_T + self.bias > 0
             kept, tokens = keep_T.sum(), torch.full((), len(keep_T), device=keep_T.device)
             threshold = lowest = torch.zeros((), device=keep_T.device)
             if self.training and len(keep_T):
-                sorted_T = score_T.float().sort().values
+                scores = score_T.float() if sequence is None else sequence.gather(score_T.float())
+                sorted_T = scores.flatten().sort().values
                 # Scores above this one are kept, where no two are equal.
                 place = min(max(round((1 - self.capacity) * len(sorted_T)) - 1, 0), len(sorted_T) - 1)
                 threshold, lowest = sorted_T[place], sorted_T[0]

@@ -51,7 +51,10 @@ class Disk:
 
 @dataclass(frozen=True)
 class Plan:
-    """The resources of stage A of a configuration on a machine. tokens: in total. zero_stage: with `auto` resolved."""
+    """The resources of stage A of a configuration on a machine. tokens: in total. zero_stage: with `auto` resolved.
+
+    sharded: no process has the whole model while it is trained.
+    """
 
     name: str
     machine: Machine
@@ -63,6 +66,7 @@ class Plan:
     speed: Speed
     disk: Disk
     notes: tuple[str, ...]
+    sharded: bool
 
     def as_json(self) -> dict[str, Any]:
         """The plan as plain data: sizes in bytes, rates per second, unknown values null."""
@@ -126,6 +130,7 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
         _speed(flops, tokens, machine, processes),
         _disk(config, tokens),
         tuple(notes),
+        zero_stage(train, processes) == 3 and isinstance(config.model, Model) and config.reasoning is None,
     )
 
 
@@ -178,8 +183,12 @@ def plan_table(plan: Plan) -> str:
         lines += textwrap.wrap(nothing_fits(), 98, initial_indent="  ", subsequent_indent="  ")
     if memory.host_bytes:
         together = min(plan.processes, PROCESSES_PER_HOST)
-        several = f"; {together} on a machine: {memory.host_bytes * together / 1e9:,.0f}" if together > 1 else ""
-        lines.append(f"  {'main memory':<14}{_gb(memory.host_bytes)}   to build the model and to save it{several}")
+        what = f"to build the model and to save it; {together} on a machine: {memory.host_bytes * together / 1e9:,.0f}"
+        if together == 1:
+            what = "to build the model and to save it"
+        elif plan.sharded:
+            what = "in the first process, which has the whole model to evaluate and export it at the end"
+        lines.append(f"  {'main memory':<14}{_gb(memory.host_bytes)}   {what}")
     saved = [(name, size) for name, size in memory.saved_by_operator.items() if size >= 0.01 * memory.total]
     lines += ["", "Saved for the backward pass, GB, by operator"]
     lines += [f"  {name:<44}{_gb(size)}" for name, size in saved] or ["  none has 1 % of the total"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.sequence import SequenceGroup
@@ -44,6 +45,8 @@ def sequence_group(config: Config) -> SequenceGroup | None:
     size = config.train.sequence_parallel
     if size == 1:
         return None
+    if not dist.is_initialized() or dist.get_world_size() % size:
+        raise ConfigError(f"train.sequence_parallel: {size} needs a multiple of as many processes (--nproc)")
     group, _ = dist.new_subgroups(size, timeout=TIMEOUT)
     assert group is not None
     return SequenceGroup(group, dist.get_rank(group), size)

@@ -174,7 +174,7 @@ def memory_guard(config: Config) -> Iterator[None]:
             f"train.activation_checkpointing: true (now {str(train.activation_checkpointing).lower()}), "
             f"train.zero_stage: 1, 2 or 3 with several processes (now {train.zero_stage}), "
             f"train.expert_parallel: above 1 with several processes (now {train.expert_parallel}), "
-            f"train.sequence_parallel: above 1 with several processes (now {train.sequence_parallel}), "
+            f"train.sequence_parallel: above 1 with several processes, for long rows (now {train.sequence_parallel}), "
             f"train.offload: optimizer or all, on a GPU (now {train.offload}). "
             f"The failed request: {text.splitlines()[0] if text else type(error).__name__}"
         ) from error

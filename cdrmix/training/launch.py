@@ -203,11 +203,12 @@ def check_processes(config: Config, processes: int) -> None:
             f"found {train.sequence_parallel}"
         )
     together = train.micro_batch_rows * processes // train.sequence_parallel
+    shared = f" over train.sequence_parallel={train.sequence_parallel}" if train.sequence_parallel > 1 else ""
     for key, rows in (("batch_rows", train.batch_rows), ("batch_warmup.rows", train.batch_sizes.first)):
         if rows % together:
             raise ConfigError(
                 f"train.{key}: must be a multiple of train.micro_batch_rows={train.micro_batch_rows} times the "
-                f"{processes} processes, {together}; found {rows}"
+                f"{processes} processes{shared}, {together}; found {rows}"
             )
     if processes % train.expert_parallel:
         raise ConfigError(

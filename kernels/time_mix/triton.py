@@ -293,7 +293,7 @@ def builds(architecture: str) -> list[Build]:
     found = []
     for dtype in ("bf16", "fp32"):
         for pass_name, kernel in streams.items():
-            for has_last, has_starts in ((False, False), (False, True), (True, False)):
+            for has_last, has_starts in ((False, False), (False, True), (True, False), (True, True)):
                 flags = {"has_last": has_last, "has_starts": has_starts}
                 found.append(_build(kernel, dtype, *_streams_plan(f"streams_{pass_name}", architecture, **flags)))
         for head_size in HEAD_SIZES:

@@ -70,6 +70,9 @@ def run(model: Any, batch: Batch, share: float) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
     }
     found["counts"] = losses.router.tokens_per_expert_LE.double() if losses.router is not None else torch.zeros(1)
+    if losses.depth is not None:
+        slices = 1 if model.sequence is None else model.sequence.size
+        found |= {"kept": losses.depth.kept_G.double(), "threshold": losses.depth.threshold_G.double() / slices}
     if model.sequence is not None:
         for each in found.values():
             dist.all_reduce(each)

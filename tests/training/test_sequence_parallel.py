@@ -12,9 +12,11 @@ import torch
 from cdrmix.errors import ConfigError
 from cdrmix.model.sequence import SequenceGroup, slice_of
 from cdrmix.plan.memory import memory_of
+from cdrmix.training.build import build_loss_model
 from cdrmix.training.launch import check_processes
 
 HEADS = ("model.attention.heads=4", "model.attention.kv_heads=2", "model.bigrams={rows: 50}")
+DEPTH = "model.depth={capacity: 0.5}"
 
 
 def told(work: Any, job: str, folder: Path, processes: int, *overrides: str, **options: str) -> dict[str, float]:
@@ -29,7 +31,7 @@ def told(work: Any, job: str, folder: Path, processes: int, *overrides: str, **o
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_slices_give_the_gradients_of_whole_rows(work, tmp_path: Path, hybrid: tuple[str, ...], processes: int) -> None:
     parallel = f"train.sequence_parallel={processes}"
-    for case, error in told(work, "slices", tmp_path, processes, *hybrid, *HEADS, parallel).items():
+    for case, error in told(work, "slices", tmp_path, processes, *hybrid, *HEADS, DEPTH, parallel).items():
         if case.startswith("without"):
             assert error > 1e-6, case
         else:
@@ -67,19 +69,23 @@ def test_what_needs_whole_rows_is_refused(make_config, hybrid: tuple[str, ...]) 
         (r"at most 8: slices of 3 tokens, for model\.mamba\.conv_width", *hybrid, "train.sequence_parallel=12"),
         (r"1 with model\.prediction", "train.sequence_parallel=2", "model.prediction={tokens: 2}"),
         (r"1 with model\.depth\.part mixer", "train.sequence_parallel=2", "model.depth={capacity: 0.5, part: both}"),
+        (r"1 with count of a plugin", "train.sequence_parallel=2", "model.feed_forward.kind=count"),
         (r"1 with model\.feed_forward\.drop", "train.sequence_parallel=2", "model.feed_forward.drop=true"),
         (r"train\.sequence_parallel 1", "train.sequence_parallel=2", "train.compile=true"),
     ):
         with pytest.raises(ConfigError, match=reason):
             make_config(*overrides)
+    make_config("train.sequence_parallel=2", DEPTH)  # of the feed-forward
     config = make_config("train.sequence_parallel=2")
     check_processes(config, 2)  # together they have the 8 rows of a micro-batch
     with pytest.raises(
         ConfigError, match=r"train\.sequence_parallel: must divide the number of processes \(--nproc\), 3"
     ):
         check_processes(config, 3)
-    with pytest.raises(ConfigError, match=r"train\.batch_rows: must be a multiple"):
+    with pytest.raises(ConfigError, match=r"the 4 processes over train\.sequence_parallel=2, 16; found 8"):
         check_processes(config, 4)
+    with pytest.raises(ConfigError, match=r"needs a multiple of as many processes"):
+        build_loss_model(config)
 
 
 def test_a_plan_has_the_activations_of_a_slice(make_config, hybrid: tuple[str, ...]) -> None:

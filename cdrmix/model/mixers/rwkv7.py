@@ -142,13 +142,14 @@ def _carried(inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None, sequence: Se
     """
     r, log_w, k, v, a, b = inputs
     heads, width = r.shape[2:]
-    unit = torch.eye(width, device=r.device, dtype=state_dtype(r)).expand(sequence.documents, heads, width, width)
-    scan = partial(ops.wkv7, cu_seqlens=cu_seqlens, return_state=True, recompute=True)
-    _, final = scan(*inputs)
+    unit = torch.eye(width, device=r.device, dtype=state_dtype(r)).expand(len(r), heads, width, width)
+    scan = partial(ops.wkv7, return_state=True, recompute=True)
+    _, final = scan(*inputs, cu_seqlens=cu_seqlens)
+    # Of a whole slice: it is used only where no document begins in the slice.
     _, transition = scan(r, log_w, k, torch.zeros_like(v), a, b, state=unit)
     assert final is not None
     assert transition is not None
-    return sequence.states_before(final, transition.index_select(0, sequence.last_B), torch.matmul)
+    return sequence.states_before(final, transition, torch.matmul)
 
 
 def _product(x: Tensor, weight_IO: Tensor) -> Tensor:
