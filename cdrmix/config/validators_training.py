@@ -93,8 +93,8 @@ def _compile(
     parallel = max(expert_parallel, sequence_parallel)
     refused = compiled and (zero_stage == 3 or offload == "all" or parallel > 1)
     others = " and train.offload none or optimizer" if offload == "all" else ""
-    layers = "train.expert_parallel and train.sequence_parallel 1"
-    return f"false, or train.zero_stage below 3{others} and {layers}" if refused else None
+    slices = " and train.sequence_parallel 1" if sequence_parallel > 1 else ""
+    return f"false, or train.zero_stage below 3{others} and train.expert_parallel 1{slices}" if refused else None
 
 
 def _compile_depth(compiled: bool, part: str) -> str | None:

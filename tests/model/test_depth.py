@@ -179,7 +179,7 @@ def test_experts_compute_no_row_of_a_skipped_token() -> None:
     block: Any = model.blocks[1]
     x = torch.randn(40, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gate = block.depth_routers["feed_forward"].gate(x)
-    fed = block.feed_forward(x.unsqueeze(0), None, None, gate)
+    fed = block.feed_forward(x.unsqueeze(0), Context(), None, gate)
     assert fed.routed.counts_E.sum() == 2 * gate.keep_T.sum() < 2 * 40
     kept = gate.keep_T.nonzero().squeeze(1)
     alone = block.feed_forward.router.route(x[kept])

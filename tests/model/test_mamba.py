@@ -213,7 +213,7 @@ def test_packed_documents_have_the_bits_of_each_alone(mixer: Mamba2, monkeypatch
     """In float32, between the projections: a matrix product rounds by how many rows it has, documents or not."""
     mixer.float()
     sizes = [mixer.inner, mixer.channels, mixer.heads]
-    monkeypatch.setattr(mixer, "project", lambda x: Projected(*x.split(sizes, -1)))
+    monkeypatch.setattr(mixer, "project", lambda x, sequence: Projected(*x.split(sizes, -1)))
     monkeypatch.setattr(mixer, "emit", lambda y, routing: y)
     x = torch.randn(2, 24, sum(sizes))
     with torch.no_grad():

@@ -19,7 +19,7 @@ from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.layers import consecutive, linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
-from cdrmix.model.sequence import SequenceSlice
+from cdrmix.model.sequence import SequenceGroup, SequenceSlice
 
 DECAY_RANGE = (1.0, 16.0)  # initial -A, uniform
 STEP_RANGE = (1e-3, 1e-1)  # initial dt without the token's part, log-uniform
@@ -84,8 +84,11 @@ class Mamba2(Mixer):
         self.fused = {"input.weight": consecutive(-2, *gate_x_B_C_step)}
         self.output = linear(self.inner, config.d_model, 0.0)
 
-    def project(self, x: Tensor, context: Context) -> Projected:
-        """x [B, T, D] (normed) -> the inputs of the convolution, the scan and the gate, token by token."""
+    def project(self, x: Tensor, sequence: SequenceGroup | None = None) -> Projected:
+        """x [B, T, D] (normed) -> the inputs of the convolution, the scan and the gate, token by token.
+
+        sequence: the ranks with the other tokens of the same rows.
+        """
         return Projected(*self.input(x).split([self.inner, self.channels, self.heads], -1))
 
     def emit(self, y: Tensor, routing: ops.Routing | None) -> Tensor:
@@ -95,7 +98,7 @@ class Mamba2(Mixer):
     def forward(self, x: Tensor, context: Context, cache: MambaCache | None) -> Mixed:
         """x [B, T, D] (normed) -> its output, and the cache after the last token if wanted."""
         batch, length, _ = x.shape
-        gate, x_B_C, step, routing = self.project(x, context)
+        gate, x_B_C, step, routing = self.project(x, context.group)
         inputs_BTC, before_BWC = x_B_C, cache.convolved_BWC if cache else None
         if context.token_by_token:
             assert before_BWC is not None

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
-from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Router
 from cdrmix.model.layers import consecutive, linear, uniform_
 from cdrmix.model.mixers.base import MIXERS
 from cdrmix.model.mixers.mamba2 import Mamba2, Projected
+from cdrmix.model.sequence import SequenceGroup
 from cdrmix.ops.backend import compute_dtype
 
 
@@ -43,8 +43,8 @@ class RoutingMamba(Mamba2):
         uniform_(self.w_up.mT, config.init_std_scale)
         self.w_down = nn.Parameter(torch.zeros(experts, self.inner, width))
 
-    def project(self, x: Tensor, context: Context) -> Projected:
-        routing = self.router.route(x.flatten(0, 1), sequence=context.group)
+    def project(self, x: Tensor, sequence: SequenceGroup | None = None) -> Projected:
+        routing = self.router.route(x.flatten(0, 1), sequence=sequence)
         gate, x_inner = mixed_product(x, self.w_up, routing).chunk(2, -1)
         B_C, step = self.select(x).split([self.channels - self.inner, self.heads], -1)
         return Projected(gate, torch.cat([x_inner, B_C], -1), step, routing)
