@@ -41,15 +41,15 @@ def work(folder: Path, device: str) -> None:
     shards = open_shards(prepare(config, say=lambda text: None).path)
     findings = [_messages(world)]
     experts = min(world.size, config.cdrmix_model.feed_forward.experts)
-    modes = {
-        "": "train.micro_batch_rows=1",
-        f", experts over {experts} processes": f"train.expert_parallel={experts}",
-        f", tokens of a row over {world.size} processes": f"train.sequence_parallel={world.size}",
+    modes: dict[str, list[str]] = {
+        "": [],
+        f", experts over {experts} processes": [f"train.expert_parallel={experts}"],
+        f", tokens of a row over {world.size} processes": [f"train.sequence_parallel={world.size}"],
     }
-    for mode, key in modes.items():
+    for mode, keys in modes.items():
         for stage in (0, 1, 2, 3):
-            settings = (f"train.zero_stage={stage}", "train.micro_batch_rows=1", key)
-            findings.append(engine(f"ZeRO {stage}{mode}", configuration(folder, device, *settings), config, shards))
+            layout = configuration(folder, device, f"train.zero_stage={stage}", "train.micro_batch_rows=1", *keys)
+            findings.append(engine(f"ZeRO {stage}{mode}", layout, config, shards))
     if world.is_main_process:
         (folder / "findings.json").write_text(json.dumps(findings))
 

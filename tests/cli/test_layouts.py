@@ -13,7 +13,10 @@ from cdrmix.inference.checkpoints import list_checkpoints
 from cdrmix.run_folder import read_metrics
 
 Arguments = Callable[..., list[str]]
-SETTINGS = ("train.batch_rows=4", "train.checkpoint_every=1", "train.keep_last=9", "train.epsilon=0.001")
+SETTINGS = (
+    *("train.batch_rows=4", "train.checkpoint_every=1", "train.keep_last=9", "train.epsilon=0.001"),
+    "model.attention.heads=2",  # each process of sequence parallelism has one
+)
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def steps(order: dict[str, Any], settings: list[str], save: Path) -> dict[str, f
     rows = {"row_length": config.data.row_length, "batch_rows": 8, "micro_batch_rows": 2, "seed": 5}
     everyone, mine = TrainLoader(split, **rows), TrainLoader(split, rank=rank, world_size=size, **rows)
     seed_everything(3)
-    whole = [each for each in settings if "expert_parallel" not in each and "compile" not in each]
+    whole = [each for each in settings if not any(key in each for key in ("expert_parallel", "compile", "zero_stage"))]
     plain = build_loss_model(configured(order, whole))
     with torch.no_grad():  # outputs start at zero, which would hide half of the gradients
         for parameter in plain.parameters():

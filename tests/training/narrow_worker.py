@@ -154,7 +154,8 @@ class Reference:
     def __init__(self, order: dict[str, Any], config: Config) -> None:
         seed_everything(3)
         self.order, self.config = order, config
-        self.model = stage_a.build_loss_model(config)
+        whole = config.train.model_copy(update={"zero_stage": 0})
+        self.model = stage_a.build_loss_model(config.model_copy(update={"train": whole}))
         self.optimizer = make_optimizer(parameter_groups(self.model, config.train), config.train)
         self.largest: dict[str, Tensor] = {}  # of each gradient: the sum over micro-batches of absolute values
 
