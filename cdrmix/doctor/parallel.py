@@ -40,12 +40,11 @@ def work(folder: Path, device: str) -> None:
     world = join(config)
     shards = open_shards(prepare(config, say=lambda text: None).path)
     findings = [_messages(world)]
-    experts = min(world.size, config.cdrmix_model.feed_forward.experts)
-    modes: dict[str, list[str]] = {
-        "": [],
-        f", experts over {experts} processes": [f"train.expert_parallel={experts}"],
-        f", tokens of a row over {world.size} processes": [f"train.sequence_parallel={world.size}"],
-    }
+    modes: dict[str, list[str]] = {"": []}
+    if world.size > 1:
+        experts = min(world.size, config.cdrmix_model.feed_forward.experts)
+        modes[f", experts over {experts} processes"] = [f"train.expert_parallel={experts}"]
+        modes[f", tokens of a row over {world.size} processes"] = [f"train.sequence_parallel={world.size}"]
     for mode, keys in modes.items():
         for stage in (0, 1, 2, 3):
             layout = configuration(folder, device, f"train.zero_stage={stage}", "train.micro_batch_rows=1", *keys)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_tensors
+from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 
 # As in test_engine.py: both sides add the same fp32 terms in another order. A gradient's error of that size is one of
 # an update of AdamW, whose epsilon is above the gradients here, and grows in Muon's iteration 500 times
@@ -84,4 +84,4 @@ def trained(folder: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
     checkpoint = newest_whole_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return read_tensors(checkpoint / "model.safetensors"), [step["depth"] for step in steps if step.get("depth")]
+    return read_weights(checkpoint), [step["depth"] for step in steps if step.get("depth")]

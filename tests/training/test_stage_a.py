@@ -312,7 +312,7 @@ def test_nothing_non_finite_reaches_the_weights(
     assert_same_bits(before, engines[0].weights())
 
 
-def assert_same_state(one: Path, other: Path, optimizers: int, weights: int) -> None:
+def assert_same_state(one: Path, other: Path, optimizers: int, weights: int = 1) -> None:
     """The last checkpoints hold the same weights, average, optimizer state and generators, in so many files."""
     sums = [
         json.loads((path / "checkpoints" / "step-00000004" / "manifest.json").read_text())["files"]
