@@ -23,7 +23,7 @@ from cdrmix.hf.harness import HarnessScores, check_installed, evaluate_with_harn
 from cdrmix.hf.harness_model import HarnessModel, prompts_begin
 from cdrmix.hf.load import LoadedForeign, is_plain, load_alone
 from cdrmix.hf.tool_prompts import ToolFormat
-from cdrmix.inference.checkpoints import AVERAGE, MANIFEST, MODEL, files_of, read_manifest
+from cdrmix.inference.checkpoints import MANIFEST, read_manifest, weight_files
 from cdrmix.inference.generate import Row, decode, generate
 from cdrmix.inference.load import SUMS, Loaded, Trained, pointed_checkpoint, read_sums, run_of, tokenizer_file
 from cdrmix.inference.sampling import Sampling
@@ -247,7 +247,7 @@ def _weight_files(model: Path, step: int) -> dict[str, str]:
     else:
         checkpoint = model if (model / MANIFEST).is_file() else run_of(model).checkpoints / f"step-{step:08d}"
         files = read_manifest(checkpoint)["files"]
-        hashes = {name: files[name]["sha256"] for name in (*files_of(MODEL, files), *files_of(AVERAGE, files))}
+        hashes = {name: files[name]["sha256"] for name in weight_files(files)}
     return {name: digest for name, digest in hashes.items() if name.endswith(".safetensors")}
 
 

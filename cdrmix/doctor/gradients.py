@@ -76,7 +76,7 @@ def engine(check: str, config: Config, whole: Config, shards: ShardSet) -> Findi
 
 def _loader(config: Config, shards: ShardSet, world: DistributedContext | None = None) -> TrainLoader:
     """The rows of this process, in micro-batches of one row. world: None: all rows."""
-    rank, processes, slice_rank, slices = (0, 1, 0, 1) if world is None else world.share
+    rank, processes, slice_rank, slices = (0, 1, 0, 1) if world is None else world.loader_ranks
     return TrainLoader(
         shards.train,
         row_length=config.data.row_length,

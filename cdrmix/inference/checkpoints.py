@@ -33,11 +33,8 @@ def read_weights(checkpoint: Path, *, average: bool = False) -> dict[str, Tensor
     Raises CheckpointError if a file is missing or differs from its manifest.
     """
     files = read_manifest(checkpoint)["files"]
-    names = files_of(AVERAGE if average else MODEL, files)
-    if not names:
-        raise CheckpointError(f"{checkpoint} has no {file_name(AVERAGE if average else MODEL)}")
     weights: dict[str, Tensor] = {}
-    for name in names:
+    for name in _stored(checkpoint, files, average=average):
         _verify_file(checkpoint / name, files[name])
         weights |= read_tensors(checkpoint / name)
     return weights
@@ -50,9 +47,7 @@ class StoredWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, checkpoint: Path, *, average: bool = False) -> None:
-        names = files_of(AVERAGE if average else MODEL, read_manifest(checkpoint)["files"])
-        if not names:
-            raise CheckpointError(f"{checkpoint} has no {file_name(AVERAGE if average else MODEL)}")
+        names = _stored(checkpoint, read_manifest(checkpoint)["files"], average=average)
         self._files: dict[str, Any] = {}
         with contextlib.ExitStack() as opened:
             for path in (checkpoint / name for name in names):
@@ -82,6 +77,14 @@ class StoredWeights(Mapping[str, Tensor]):
         return {name: list(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
 
+def _stored(checkpoint: Path, files: Iterable[str], *, average: bool) -> list[str]:
+    what = AVERAGE if average else MODEL
+    names = files_of(what, files)
+    if not names:
+        raise CheckpointError(f"{checkpoint} has no {file_name(what)}")
+    return names
+
+
 def file_name(what: str, part: int = 0, parts: int = 1) -> str:
     """The name of the file with part `part` of MODEL or AVERAGE, as transformers names the files of a model."""
     return f"{what}.safetensors" if parts == 1 else f"{what}-{part + 1:05d}-of-{parts:05d}.safetensors"
@@ -90,6 +93,11 @@ def file_name(what: str, part: int = 0, parts: int = 1) -> str:
 def files_of(what: str, files: Iterable[str]) -> list[str]:
     """Those of the files that have MODEL, AVERAGE or OPTIMIZER, in order of name."""
     return sorted(name for name in files if re.fullmatch(rf"{what}(-[a-z0-9-]+)?\.safetensors", name))
+
+
+def weight_files(files: Iterable[str]) -> list[str]:
+    """Those of the files that have the weights or their running average."""
+    return [name for what in (MODEL, AVERAGE) for name in files_of(what, files)]
 
 
 def weights_hash(files: Mapping[str, Any]) -> str | None:
@@ -145,7 +153,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
 def verify_weights(checkpoint: Path) -> None:
     """Raises CheckpointError if the weights, or their running average, are missing or differ from the manifest."""
     files = read_manifest(checkpoint)["files"]
-    for name in (*files_of(MODEL, files), *files_of(AVERAGE, files)):
+    for name in weight_files(files):
         _verify_file(checkpoint / name, files[name])
 
 

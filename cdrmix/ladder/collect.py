@@ -16,7 +16,7 @@ from cdrmix.gpus import Gpu, gpu_by_name
 from cdrmix.hf.export import exported_step
 from cdrmix.hf.export_foreign import TOLERANCE
 from cdrmix.hf.load import load_alone
-from cdrmix.inference.checkpoints import AVERAGE, MODEL, files_of, list_checkpoints, read_manifest, step_of
+from cdrmix.inference.checkpoints import list_checkpoints, read_manifest, step_of, weight_files
 from cdrmix.inference.load import SUMS, final_weights
 from cdrmix.ladder.evidence import exported_files, file_problems
 from cdrmix.ladder.facts import Facts
@@ -252,7 +252,7 @@ def _model_files(run: RunFolder, exported: dict[str, Any] | None) -> frozenset[s
             files = read_manifest(checkpoint)["files"]
         except CheckpointError:
             continue
-        hashes |= {files[name]["sha256"] for name in (*files_of(MODEL, files), *files_of(AVERAGE, files))}
+        hashes |= {files[name]["sha256"] for name in weight_files(files)}
     return frozenset(hashes)
 
 

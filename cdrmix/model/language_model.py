@@ -59,8 +59,8 @@ class LanguageModel(nn.Module):
     experts: makes each block's mixture of experts; by default one with all experts in this process.
     reasoning: adds plastic adapters to mixers, if it enables them. They are drawn last, so that the rest of the model
     has the same parameters without them.
-    share: called with each part, a block or a table, as soon as it is made: it may keep a process's share of the
-        parameters, so that the whole model is never in one process.
+    partition: called with each part, a block or a table, as soon as it is made. It may keep this process's partition of
+        the parameters, so that the whole model is never in one process. None: the model is whole.
     narrow_residual: under autocast the residual stream between blocks has its dtype instead of the embedding's float32.
     Sums and norms are still computed in float32, and rounded once.
     """
@@ -73,7 +73,7 @@ class LanguageModel(nn.Module):
         experts: Callable[[Model], MoeFeedForward] = MoeFeedForward,
         reasoning: Reasoning | None = None,
         narrow_residual: bool = False,
-        share: Callable[[nn.Module], None] | None = None,
+        partition: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(config, Model):
@@ -83,18 +83,21 @@ class LanguageModel(nn.Module):
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.narrow_residual = narrow_residual
-        share = share or _keep_whole
+
+        def made(part: Part) -> Part:
+            if partition is not None:
+                partition(part)
+            return part
+
         std = 0.02 * config.init_std_scale
-        self.embedding = _shared(TokenEmbedding(config.vocab_size, config.d_model, std), share)
-        self.embedding_norm = _shared(AddNorm(config, wide=True), share) if config.embedding_norm else None
-        blocks = [_shared(Block(config, layer, mixer, experts), share) for layer, mixer in enumerate(config.mixers)]
+        self.embedding = made(TokenEmbedding(config.vocab_size, config.d_model, std))
+        self.embedding_norm = made(AddNorm(config, wide=True)) if config.embedding_norm else None
+        blocks = [made(Block(config, layer, mixer, experts)) for layer, mixer in enumerate(config.mixers)]
         self.blocks = nn.ModuleList(blocks)
         # A mixer that skips tokens has positions of its own.
         self.attends = any(block.mixer.attends and "mixer" not in block.depth_routers for block in blocks)
-        self.final_norm = _shared(AddNorm(config, wide=True), share)  # the heads of stage B need float32
-        self.head = (
-            None if config.tie_embeddings else _shared(TokenEmbedding(config.vocab_size, config.d_model, std), share)
-        )
+        self.final_norm = made(AddNorm(config, wide=True))  # the heads of stage B need float32
+        self.head = None if config.tie_embeddings else made(TokenEmbedding(config.vocab_size, config.d_model, std))
         for name, module in self.named_modules():
             if isinstance(module, Router):
                 module.name = name
@@ -106,11 +109,9 @@ class LanguageModel(nn.Module):
         self.prediction = (
             None
             if config.prediction is None
-            else _shared(MultiTokenPrediction(config, activation_checkpointing=activation_checkpointing), share)
+            else made(MultiTokenPrediction(config, activation_checkpointing=activation_checkpointing))
         )
-        self.bigrams = (
-            None if config.bigrams is None else _shared(BigramEmbedding(config.bigrams, config.d_model, std), share)
-        )
+        self.bigrams = None if config.bigrams is None else made(BigramEmbedding(config.bigrams, config.d_model, std))
 
     @property
     def vocab_size(self) -> int:
@@ -255,15 +256,6 @@ class LanguageModel(nn.Module):
         """Hidden states [..., D] -> logits [..., V] in float32 at least."""
         logits = ops.linear(hidden_BTD, self.head_weight)
         return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _keep_whole(part: nn.Module) -> None:
-    pass
-
-
-def _shared(part: Part, share: Callable[[nn.Module], None]) -> Part:
-    share(part)
-    return part
 
 
 def _past(cache: Cache | None, device: torch.device) -> int | Tensor:

@@ -30,9 +30,9 @@ class SequenceGroup:
     rank: int
     size: int
 
-    def slice(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's slice of a tensor of whole rows, by default [B, T, ...] -> [B, L, ...], a view."""
-        return whole.chunk(self.size, dim)[self.rank]
+    def slice(self, whole: Tensor) -> Tensor:
+        """This rank's slice of a tensor of whole rows: [B, T, ...] -> [B, L, ...], a view."""
+        return whole.chunk(self.size, 1)[self.rank]
 
     def gather(self, x: Tensor) -> Tensor:
         """The x of every rank, [S, *x.shape]. Differentiable: each rank's use adds to the gradient of x."""
@@ -123,9 +123,8 @@ def slice_of(
     continues_B = bounds[first_B] < begins_B
     passes_B = continues_B & (first_B == last_B)
     here = bounds // length * mine + (bounds % length - group.rank * mine).clamp(0, mine)
-    return SequenceSlice(group, cu_seqlens, len(bounds) - 1, first_B, last_B, continues_B, passes_B), here.to(
-        cu_seqlens
-    )
+    sequence = SequenceSlice(group, cu_seqlens, len(bounds) - 1, first_B, last_B, continues_B, passes_B)
+    return sequence, here.to(cu_seqlens)
 
 
 class _Gather(torch.autograd.Function):

@@ -12,7 +12,7 @@ from cdrmix.model.sequence import SequenceGroup
 from cdrmix.training.compiling import compile_blocks
 from cdrmix.training.distributed import TIMEOUT
 from cdrmix.training.expert_parallel import expert_layer
-from cdrmix.training.sharded_construction import sharding
+from cdrmix.training.sharded_construction import partitioner
 
 
 def narrow_residual(config: Config) -> bool:
@@ -21,7 +21,7 @@ def narrow_residual(config: Config) -> bool:
 
 
 def build_loss_model(config: Config) -> LossModel:
-    """The model with its loss, with this process's experts, and under ZeRO-3 its share of all weights.
+    """The model with its loss, with this process's experts, and under ZeRO-3 its partitions of all weights.
 
     Weights are drawn from torch's global generator.
     """
@@ -30,7 +30,7 @@ def build_loss_model(config: Config) -> LossModel:
         activation_checkpointing=config.train.activation_checkpointing,
         experts=expert_layer(config),
         narrow_residual=narrow_residual(config),
-        share=sharding(config),
+        partition=partitioner(config),
     )
     if config.train.compile:
         compile_blocks(model)

@@ -52,7 +52,7 @@ class DistributedContext:
         return self.size // self.sequence_parallel
 
     @property
-    def share(self) -> tuple[int, int, int, int]:
+    def loader_ranks(self) -> tuple[int, int, int, int]:
         """What loaders take: this process's group, the number of groups, its slice of a row, the number of slices."""
         row, token = divmod(self.rank, self.sequence_parallel)
         return row, self.data_size, token, self.sequence_parallel

@@ -287,12 +287,12 @@ class Engine:
 
         The names are of the model's state_dict; with `base` those of the trained parameters. All ranks call.
         """
-        return self._weights.whole(self._weights.local(), keep, everything_in=0)
+        return self._weights.whole(self._weights.local(), keep, spread=False)
 
     def weights_part(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
         """This process's part of what `weights` returns: each tensor is in one process, under ZeRO-3 they are spread
         evenly. All ranks call."""
-        return self._weights.whole(self._weights.local(), keep)
+        return self._weights.whole(self._weights.local(), keep, spread=True)
 
     def copy_weights(self, target: nn.Module) -> None:
         """Copies all weights, gathered under every ZeRO stage, into a module of the same structure. All ranks call.
@@ -308,11 +308,11 @@ class Engine:
 
     def average_weights(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
         """The averaged weights in the form of `weights`; {} without an average."""
-        return {} if self.average is None else self._weights.whole(self.average.tensors, keep, everything_in=0)
+        return {} if self.average is None else self._weights.whole(self.average.tensors, keep, spread=False)
 
     def average_weights_part(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
         """The averaged weights in the form of `weights_part`; {} without an average."""
-        return {} if self.average is None else self._weights.whole(self.average.tensors, keep)
+        return {} if self.average is None else self._weights.whole(self.average.tensors, keep, spread=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Loads what `weights` returned. Rank 0's argument is sent to every rank. All ranks call."""

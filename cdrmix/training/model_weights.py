@@ -52,15 +52,15 @@ class ModelWeights:
             return [flat.detach() for flat in self.masters.flat]
         return [self._held(parameter) for parameter in self._saved.values()]
 
-    def whole(self, local: Sequence[Tensor], keep: Keep, *, everything_in: int | None = None) -> dict[str, Tensor]:
+    def whole(self, local: Sequence[Tensor], keep: Keep, *, spread: bool) -> dict[str, Tensor]:
         """Whole float32 weights on the CPU, with all experts, and the buffers: each in one process.
 
         local: what `local` returned, or its average. keep: brings a tensor to the CPU. All ranks call.
-        everything_in: the rank that has all of them; None: rank 0, but under ZeRO-3 they are spread over the ranks.
+        spread: under ZeRO-3 the parameters are spread over the ranks. Otherwise rank 0 has all of them.
         One parameter at a time is whole on the device.
         """
         whole = {}
-        owners = self._owners() if everything_in is None else dict.fromkeys(self._saved, everything_in)
+        owners = self._owners() if spread and self._stage == 3 else dict.fromkeys(self._saved, 0)
         for number, (name, parameter) in enumerate(self._saved.items()):
             if self.masters is not None and parameter in self.masters:
                 mine = self.masters.whole(parameter, local)
@@ -78,10 +78,8 @@ class ModelWeights:
         return whole
 
     def _owners(self) -> dict[str, int]:
-        """The rank that has each saved parameter. Under ZeRO-3 the largest first, each to the one with the fewest
-        elements; experts to the ranks that hold them first."""
-        if self._stage < 3:
-            return dict.fromkeys(self._saved, 0)
+        """A rank for each saved parameter: the largest first, each to the rank with the fewest elements; experts to the
+        ranks that hold the first copy of each."""
         elements = [0] * self._world.size
         sizes = {name: self.place(parameter)[1].numel() for name, parameter in self._saved.items()}
         owners = {}

@@ -1,4 +1,4 @@
-"""Construction of a model under ZeRO-3: a process keeps its share of each part as soon as the part is made.
+"""Construction of a model under ZeRO-3: a process keeps its partition of each part as soon as the part is made.
 
 Every process makes every part, so the weights have the bits of a model that is made whole. Memory is needed for one
 whole part at a time: a block, or the embedding. `deepspeed.zero.Init` around the construction of the whole model does
@@ -18,10 +18,10 @@ from cdrmix.training.distributed import join
 from cdrmix.training.zero import deepspeed_stage
 
 
-def sharding(config: Config) -> Callable[[nn.Module], None] | None:
-    """What replaces the parameters of a part by this process's share of them; None below ZeRO-3.
+def partitioner(config: Config) -> Callable[[nn.Module], None] | None:
+    """What replaces the parameters of a part by this process's partitions of them; None below ZeRO-3.
 
-    Experts of expert parallelism are shared among the processes that have the same ones (`expert_layer`).
+    Experts of expert parallelism are partitioned over the processes that have the same ones (`expert_layer`).
     """
     if not dist.is_initialized() or deepspeed_stage(config.train, dist.get_world_size()) < 3:
         return None
@@ -29,7 +29,7 @@ def sharding(config: Config) -> Callable[[nn.Module], None] | None:
 
     settings = deepspeed_config(config, join(config))
 
-    def share(part: nn.Module) -> None:
+    def partition(part: nn.Module) -> None:
         deepspeed.zero.Init(module=part, config_dict_or_path=settings)
 
-    return share
+    return partition

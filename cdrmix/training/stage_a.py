@@ -96,7 +96,7 @@ def train(
         seed_everything(config.run.seed)  # the same in every process: all build the same weights
         _check_vocabulary(config, shards)
         pairs = config.train.dpo is not None
-        loader = train_loader(config, shards.train, *world.share, kind=PairLoader if pairs else TrainLoader)
+        loader = train_loader(config, shards.train, *world.loader_ranks, kind=PairLoader if pairs else TrainLoader)
         loss_model = build(config)
         engine = make_engine(config, loss_model, world, base=loss_model.base)
         for line in loss_model.prepare():
@@ -189,7 +189,8 @@ class Validation:
         train, self._config = config.train, config
 
         def held_out(split: Split) -> EvalLoader:
-            return EvalLoader(split, config.data.row_length, train.micro_batch_rows, train.evaluate_rows, *world.share)
+            rows = config.data.row_length, train.micro_batch_rows, train.evaluate_rows
+            return EvalLoader(split, *rows, *world.loader_ranks)
 
         self._batches = held_out(shards.valid)
         self._text_bytes, self._domain_bytes = self._batches.text_bytes, self._batches.domain_bytes

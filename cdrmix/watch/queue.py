@@ -11,14 +11,13 @@ from typing import NamedTuple
 from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError
 from cdrmix.inference.checkpoints import (
-    AVERAGE,
     MANIFEST,
     MODEL,
     file_name,
-    files_of,
     list_checkpoints,
     read_manifest,
     step_of,
+    weight_files,
     weights_hash,
 )
 
@@ -97,7 +96,7 @@ class Queue:
             files = read_manifest(found.folder)["files"]
             others = [name for name in FILES if name in files]
             # The optimizer's state, twice as large, is not kept from removal.
-            for name in (*files_of(MODEL, files), *files_of(AVERAGE, files), *others, MANIFEST):
+            for name in (*weight_files(files), *others, MANIFEST):
                 _link(found.folder / name, temporary / name)
             temporary.rename(target)
         except FileNotFoundError as error:

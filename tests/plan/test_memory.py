@@ -58,6 +58,8 @@ def test_the_estimate_is_within_a_tenth_of_the_measured_peak(case: str) -> None:
     # Of one micro-batch, activations outweigh the gradients in the first case; gradients in the others.
     [
         pytest.param(8, "false", 32, 256, marks=pytest.mark.slow),
+        pytest.param(8, "true", 32, 256, marks=pytest.mark.slow),
+        pytest.param(1, "false", 32, 256, marks=pytest.mark.slow),
         pytest.param(1, "false", 1024, 64, marks=pytest.mark.slow),
         pytest.param(1, "true", 32, 256, marks=pytest.mark.slow),
     ],

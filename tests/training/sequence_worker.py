@@ -182,7 +182,7 @@ def engines(order: dict[str, Any]) -> int:
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * group["multiplier"]
         engine.set_learning_rate(1e-2)
-        mine = train_loader(config, split, *world.share)
+        mine = train_loader(config, split, *world.loader_ranks)
         everyone = train_loader(whole, split)
         losses = 0.0
         for step in range(int(order["steps"])):
