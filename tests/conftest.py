@@ -14,6 +14,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["PYTHONSAFEPATH"] = "1"  # child processes must not find our kernels/ under the PyPI package's name
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+sys.path.append(os.path.dirname(__file__))  # forked.py
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a script's &, here and by what tests start
 
 import importlib

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -15,7 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+from forked import Forked
 
 from cdrmix.cli import main
 from cdrmix.config.rule import BUILT_IN
@@ -84,22 +85,20 @@ def run(toy_run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(environment: dict[str, str]) -> Iterator[Callable[..., Forked]]:
     """`start("eval", ...)` starts `cdrmix eval ...`; what is left at the end is killed."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Forked] = []
 
-    def begin(*arguments: str) -> subprocess.Popen[str]:
+    def begin(*arguments: str) -> Forked:
         # At the lowest priority a test would wait for all other tests.
         niceness = [] if any("niceness" in word for word in arguments) else ["evaluation.niceness=0"]
-        command = [sys.executable, "-m", "cdrmix.cli", *arguments, *niceness]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, env=environment, **pipes))  # type: ignore[call-overload]
+        started.append(forked.start(["-m", "cdrmix.cli", *arguments, *niceness], environment))
         return started[-1]
 
     yield begin
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -125,11 +124,12 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def test_once(run: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_once(run: Path, start: Callable[..., Forked]) -> None:
     watch = start("eval", "watch", str(run), "--once", "--suite", "fine", "evaluation.niceness=1")
     until((run / "eval" / "state.json").is_file, "an evaluation begins")
     shutil.rmtree(run / "checkpoints" / "step-00000004")  # as train.keep_last does
-    said, _ = watch.communicate(timeout=SECONDS)
+    watch.wait(SECONDS)
+    said = watch.output
     assert watch.returncode == 0, said
     assert "fine (step 4)  absent  not measured: no data set" in said
     assert told(run) == [(2, None, "skipped"), (4, "fine", "measured")]
@@ -206,9 +206,10 @@ def test_no_key_of_the_section_changes_the_hash(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_failures_are_rows(run: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_failures_are_rows(run: Path, start: Callable[..., Forked]) -> None:
     watch = start("eval", "watch", str(run), "--once", "--suite", "killed,broken")
-    said, _ = watch.communicate(timeout=SECONDS)
+    watch.wait(SECONDS)
+    said = watch.output
     assert watch.returncode == 1, said
     killed, broken = rows_of(run)[1:]
     assert killed["status"] == broken["status"] == "failed"
@@ -219,7 +220,8 @@ def test_failures_are_rows(run: Path, start: Callable[..., subprocess.Popen[str]
     (run / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
     (run / "checkpoints" / "step-00000002" / "model.safetensors").write_bytes(b"damaged")
     watch = start("eval", "watch", str(run), "--once", "--suite", "fine")
-    said, _ = watch.communicate(timeout=SECONDS)
+    watch.wait(SECONDS)
+    said = watch.output
     assert watch.returncode == 1, said
     assert told(run) == [(4, None, "failed"), (2, "fine", "failed")]
     assert "manifest.json is corrupt" in rows_of(run)[0]["reason"]
@@ -228,7 +230,7 @@ def test_failures_are_rows(run: Path, start: Callable[..., subprocess.Popen[str]
 
 @pytest.mark.slow
 def test_kills_restarts_and_a_second_watcher(
-    run: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, start: Callable[..., Forked], capsys: pytest.CaptureFixture[str]
 ) -> None:
     pid = tmp_path / "pid"
     for statuses in ([], ["interrupted"]):
@@ -252,7 +254,7 @@ def test_kills_restarts_and_a_second_watcher(
 
 @pytest.mark.slow
 def test_a_training_with_a_watcher_that_is_killed_and_resumed_has_the_same_weights(
-    toy_run: Path, tmp_path: Path, arguments: Callable[..., list[str]], start: Callable[..., subprocess.Popen[str]]
+    toy_run: Path, tmp_path: Path, arguments: Callable[..., list[str]], start: Callable[..., Forked]
 ) -> None:
     pid, runs = tmp_path / "pid", tmp_path / "runs"
     train = start("train", *arguments("evaluation.suites=[slow]", f"evaluation.sets={tmp_path}", f"run.root={runs}"))
@@ -266,11 +268,10 @@ def test_a_training_with_a_watcher_that_is_killed_and_resumed_has_the_same_weigh
     assert told(run)[-1][1:] == ("slow", "stopped")
 
     train = start("train", *arguments("evaluation.suites=[fine]", f"run.root={runs}"), "--resume", "auto")
-    said, _ = train.communicate(timeout=SECONDS)
-    assert train.returncode == 0, said
+    assert train.wait(SECONDS) == 0, train.output
     assert list(runs.iterdir()) == [run]
     assert main(["compare", str(toy_run), str(run)]) == 0
-    assert "Suites on checkpoints:\n  fine (step 4)  length" in said
+    assert "Suites on checkpoints:\n  fine (step 4)  length" in train.output
     assert Counter(told(run))[4, "fine", "measured"] == 1
     assert json.loads((run / "metrics.json").read_text())["evaluation"]["fine"]["step"] == 4
     log = (run / "eval" / "watch.log").read_text()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
+from forked import Forked
 
 from cdrmix.cli import main
 from cdrmix.run_folder import read_metrics
@@ -53,11 +53,10 @@ def test_sigkill_and_resume(
         "train.batch_rows=4",
         f"train.micro_batch_rows={4 // accumulation // processes}",
     )
-    command = [sys.executable, "-m", "cdrmix.cli", "train", "--nproc", str(processes)]
+    command = ["-m", "cdrmix.cli", "train", "--nproc", str(processes)]
 
-    def start(root: Path, *more: str) -> subprocess.Popen[bytes]:
-        command_line = [*command, *arguments(*shape, f"run.root={root}"), *more]
-        return subprocess.Popen(command_line, stdout=subprocess.DEVNULL)
+    def start(root: Path, *more: str) -> Forked:
+        return forked.start([*command, *arguments(*shape, f"run.root={root}"), *more])
 
     alone = start(tmp_path / "alone")
     victim = start(tmp_path / "killed")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+import forked
 import pytest
 import torch
 
@@ -82,8 +81,7 @@ def test_an_exported_model_has_adapters_and_heads(finished: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["acceptance", "policy", "operations", "joint"])
 def test_killed_in_a_phase_and_resumed(finished: Path, arguments: Arguments, phase: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cdrmix.cli", "train", *arguments(*REASON, f"run.root={tmp_path}")]
-    victim = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    victim = forked.start(["-m", "cdrmix.cli", "train", *arguments(*REASON, f"run.root={tmp_path}")])
     deadline = time.monotonic() + 200
 
     def reached() -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -79,14 +78,12 @@ def test_a_second_process_answers_from_what_the_first_has_read(
     model: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory, about = tmp_path / "memory", "thing number 3"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "cdrmix.cli", *demo(model, memory, "--document", book, "--question", about)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "chunk  text" in done.stdout
-    assert "Answer from the index: " in done.stdout
+    status, said = forked.run(["-m", "cdrmix.cli", *demo(model, memory, "--document", book, "--question", about)])
+    assert status == 0, said
+    assert "chunk  text" in said
+    assert "Answer from the index: " in said
     episodes = kept(memory)
-    chunks = [line for line in done.stdout.splitlines() if "written x1" in line or "rolled back" in line]
+    chunks = [line for line in said.splitlines() if "written x1" in line or "rolled back" in line]
     assert len(episodes) == sum("written x1" in line for line in chunks) > 10
     assert main(demo(model, memory, "--question", about)) == 0
     told = capsys.readouterr().out
@@ -124,21 +121,17 @@ def test_killed_at_any_moment_no_commit_is_lost(model: Path, book: Path, tmp_pat
     assert main(demo(model, tmp_path / "whole", *options)) == 0
     whole, draw = kept(tmp_path / "whole"), random.Random(attempt)
     memory = tmp_path / "memory"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     for _ in range(2):
-        command = [sys.executable, "-m", "cdrmix.cli", *demo(model, memory, *options)]
-        victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert victim.stdout is not None
-        lines = []
+        victim = forked.start(["-m", "cdrmix.cli", *demo(model, memory, *options)], environment)
         wanted = draw.randrange(1, len(whole) - 2)
-        while sum("written x1" in line for line in lines) < wanted:
-            line = victim.stdout.readline()
-            assert line, "the command ended before it could be killed"
-            lines.append(line)
+        while victim.output.count("written x1") < wanted:
+            assert victim.poll() is None, "the command ended before it could be killed"
+            time.sleep(0.002)
         time.sleep(draw.random() * 0.05)
-        victim.send_signal(signal.SIGKILL)
-        lines += victim.communicate()[0].splitlines()
-        acknowledged = sum("written x1" in line for line in lines)
+        victim.kill()
+        assert victim.wait() == -signal.SIGKILL
+        acknowledged = victim.output.count("written x1")
         found = kept(memory)
         assert found == whole[: len(found)]
         assert len(found) >= acknowledged

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import yaml
@@ -297,12 +298,11 @@ def work(config: Config, folder: Path, action: str, *overrides: str, processes: 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    command = [sys.executable, str(Path(__file__).with_name("adapters_worker.py")), str(path), action, *overrides]
+    command = [Path(__file__).with_name("adapters_worker.py"), path, action, *overrides]
     workers = []
     for rank in range(processes):
         place = rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-        environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"} | (place if processes > 1 else {})
-        workers.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+        workers.append(forked.start(command, os.environ | (place if processes > 1 else {})))
     try:
         return [worker.wait(timeout=300) for worker in workers]
     finally:

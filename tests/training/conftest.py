@@ -7,11 +7,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import yaml
 
@@ -123,21 +123,13 @@ def work(config_file: Path, request: pytest.FixtureRequest) -> Work:
         for rank in range(processes):
             rendezvous = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
             rendezvous |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, str(Path(__file__).with_name(script)), order],
-                    # DeepSpeed's ZeRO imports its Muon optimizer, which would load the compiler, for some seconds.
-                    env=os.environ | {"TORCHDYNAMO_DISABLE": "1"} | (rendezvous if processes > 1 else {}),
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+            environment = os.environ | (rendezvous if processes > 1 else {})
+            workers.append(forked.start([Path(__file__).with_name(script), order], environment))
         finished = []
         try:
             for worker in workers:
-                output, _ = worker.communicate(timeout=300)
-                finished.append(subprocess.CompletedProcess(worker.args, worker.returncode, output))
+                status = worker.wait(timeout=300)
+                finished.append(subprocess.CompletedProcess(worker.args, status, worker.output))
                 # One that kills itself leaves its peers waiting for it, as a node that fails would.
                 if worker.returncode == -signal.SIGKILL:
                     for other in workers:
