@@ -1,4 +1,4 @@
-# make install | train | test | test-all | storm | mutations | lint | format | docs | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
+# make install | train | test | test-ci | test-all | storm | mutations | lint | format | docs | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
 
 PYTHON ?= python3
 CONFIG ?= configs/cdrmix-core-tiny.yaml
@@ -20,12 +20,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint
 # Kills of running trainings, each followed by a resume.
 STORMS ?= 60
 
-.PHONY: help install train test test-all gate storm mutations lint format docs fuzz gpu-wheels clean
+.PHONY: help install train test test-ci test-all gate storm mutations lint format docs fuzz gpu-wheels clean
 
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
-	@echo 'make test      lint, types and the quick tests, in eight minutes on two cores;  make test-all  every test'
+	@echo 'make test      lint, types and the quick tests, in eight minutes on two cores;  make test-ci  also slow ones;  make test-all  every test'
 	@echo 'make gate      of the tests what stage B stands on, in five minutes'
 	@echo 'make storm     kills and resumes STORMS ($(STORMS)) small trainings; each must end with the files of an undisturbed one'
 	@echo 'make mutations  puts errors into copies of the code, one at a time; the quick tests must find each'
@@ -84,7 +84,10 @@ PYTEST := $(BIN)/pytest --numprocesses 2 --dist worksteal
 test: lint
 	$(PYTEST) -m 'not slow'
 
-# What .ci/run runs: also the tests that are marked slow.
+# What .ci/run runs: also the tests that are marked slow, but for those that are marked long.
+test-ci: lint
+	$(PYTEST) -m 'not long'
+
 test-all: lint
 	$(PYTEST)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +15,7 @@ from cdrmix.errors import CheckpointError
 from cdrmix.hf.export import exported_step
 from cdrmix.inference.checkpoints import has_average, read_weights, step_of
 from cdrmix.inference.load import SUMS, final_weights, read_safetensors, verify
-from cdrmix.run_folder import read_metrics
+from cdrmix.run_folder import read_metrics, read_rows
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
         tensors = [tensor for _, weights, _ in pairs for tensor in weights.values()]
         values = sum(tensor.numel() for tensor in tensors)
         return Comparison(True, (f"identical: {len(tensors)} tensors, {values:,} values, step {a.step}",))
-    if step := first_metric_difference(path_a, path_b):
+    if parted := first_digest_difference(path_a, path_b):
+        lines += parted
+    elif step := first_metric_difference(path_a, path_b):
         lines.append(step)
     return Comparison(False, ("different: the final weights are not identical", *lines))
 
@@ -102,6 +107,42 @@ def _bits(tensor: Tensor) -> Tensor:
     """The bits of the tensor as integers of the same shape. So -0.0 differs from 0.0, and a NaN equals itself."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(integers[tensor.element_size()])
+
+
+class _Step(NamedTuple):
+    """A step in digests.jsonl. state, weights: parameter -> digest."""
+
+    loss: float
+    state: dict[str, int]
+    weights: dict[str, int]
+
+
+def _steps(path: Path) -> dict[int, _Step]:
+    found: dict[int, _Step] = {}
+    names: list[str] = []
+    for row in read_rows(path):
+        if "parameters" in row:
+            names = row["parameters"]
+        else:
+            values = (np.frombuffer(base64.b64decode(row[kind]), "<i4").tolist() for kind in ("state", "weights"))
+            found[row["step"]] = _Step(row["loss"], *(dict(zip(names, each, strict=True)) for each in values))
+    return found
+
+
+def first_digest_difference(path_a: Path, path_b: Path) -> list[str]:
+    """Describes the first step at which the digests of two run folders differ; [] if none does or a run has none."""
+    steps_a, steps_b = (_steps(path / "digests.jsonl") for path in (path_a, path_b))
+    for step in sorted(steps_a.keys() & steps_b.keys()):
+        a, b = steps_a[step], steps_b[step]
+        lines = [f"loss: {a.loss!r} and {b.loss!r}"] if str(a.loss) != str(b.loss) else []  # NaN equals itself
+        for what, of_a, of_b in (("gradients", a.state, b.state), ("weights", a.weights, b.weights)):
+            differing = [name for name in of_a if of_a[name] != of_b.get(name)]
+            if differing or len(of_a) != len(of_b):
+                first = f", the first is {differing[0]}" if differing else ""
+                lines.append(f"{what}: {len(differing)} of {len(of_a)} tensors differ{first}")
+        if lines:
+            return [f"the first step that differs is {step} of those that both runs have digests of", *lines]
+    return []
 
 
 def first_metric_difference(path_a: Path, path_b: Path) -> str | None:

@@ -150,6 +150,11 @@ class RunFolder:
         return self.path / "faults.jsonl"
 
     @property
+    def digests(self) -> Path:
+        """With train.digests, the digests of weights and optimizer state after each step."""
+        return self.path / "digests.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -260,15 +265,16 @@ class RunFolder:
 
     def _add_fault(self, fault: Mapping[str, Any]) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        kept = _rows(self.faults)  # without a last line that a kill cut off
+        kept = read_rows(self.faults)  # without a last line that a kill cut off
         with disk_guard(f"{self.faults}", "Free some space, then continue with --resume auto."):
             write_atomically(self.faults, "".join(json.dumps(each) + "\n" for each in [*kept, {"time": now, **fault}]))
 
-    def drop_skips_after(self, step: int) -> None:
-        """Removes the skipped steps after `step` from faults.jsonl, since a resumed run makes them again."""
-        if self.writes and self.faults.exists():
-            kept = [each for each in _rows(self.faults) if each.get("step", 0) <= step]
-            write_atomically(self.faults, "".join(json.dumps(each) + "\n" for each in kept))
+    def drop_records_after(self, step: int) -> None:
+        """Removes steps after `step` from faults.jsonl and digests.jsonl, since a resumed run makes them again."""
+        for path in (self.faults, self.digests):
+            if self.writes and path.exists():
+                kept = [each for each in read_rows(path) if each.get("step", 0) <= step]
+                write_atomically(path, "".join(json.dumps(each) + "\n" for each in kept))
 
     def summary(self) -> dict[str, Any]:
         """The contents of metrics.json; {} if it is missing or incomplete."""
@@ -360,10 +366,10 @@ def _age(path: Path) -> tuple[str, int]:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl. A line that is not a complete JSON object with a step (after a kill) is left out."""
-    return [row for row in _rows(path) if isinstance(row.get("step"), int)]
+    return [row for row in read_rows(path) if isinstance(row.get("step"), int)]
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """The complete JSON objects of a file with one on each line; [] without the file."""
     rows: list[dict[str, Any]] = []
     if not path.exists():

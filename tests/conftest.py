@@ -99,7 +99,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return file
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

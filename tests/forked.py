@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from cdrmix import plugins
+
 MODULES = ("cdrmix.workflow", "cdrmix.cli_eval", "deepspeed", "torch._dynamo", "matplotlib.figure")
 MOST = 1 << 20  # bytes of an order: arguments and environment
 
@@ -181,6 +183,7 @@ def _become(file: int, arguments: list[str], environment: dict[str, str], folder
         sys.stdout.reconfigure(write_through=True)
     status = 1
     try:
+        plugins._loaded.clear()  # of another environment
         sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry not in sys.path]
         kind, *words = arguments
         match kind:

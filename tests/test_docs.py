@@ -92,12 +92,12 @@ def test_a_command_in_a_sentence_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_a_key_in_a_sentence_exists(page: Path) -> None:
-    for text in code(page):
-        if match := re.match(rf"((?:{SECTIONS})(?:\.[a-z_0-9<>]+)+)(?![\w/(])", text):
-            try:
-                reference(match[1])
-            except ConfigError as error:
-                pytest.fail(f"{page.name}: {error}")
+    found = (re.match(rf"((?:{SECTIONS})(?:\.[a-z_0-9<>]+)+)(?![\w/(])", text) for text in code(page))
+    for key in sorted({match[1] for match in found if match}):
+        try:
+            reference(key)
+        except ConfigError as error:
+            pytest.fail(f"{page.name}: {error}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

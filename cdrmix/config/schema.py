@@ -291,6 +291,9 @@ class Train(Section):
     async_checkpoints: Literal["auto", True, False] = "auto"
     """Write checkpoints in threads beside the training, which waits only while its state is copied. Main memory is
     needed for the copy. auto: on a GPU."""
+    digests: bool = False
+    """Write the digests of the weights and of the optimizer's state after each step to digests.jsonl. Of two runs that
+    have them, `cdrmix compare` names the first step and tensor that differ."""
     ema_decay: Between0And1 | None = None
     """Decay rate of a running average of the weights, which is then evaluated and exported. null: no average."""
     log_every: PositiveInt = 10

@@ -35,6 +35,7 @@ from cdrmix.runtime import seed_everything
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Mirroring, Progress, Saver, load_checkpoint, read_progress
 from cdrmix.training.console import PhaseConsole
+from cdrmix.training.digests import DigestFile
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import memory_guard
@@ -169,7 +170,7 @@ def _train_phase(
     else:
         _begin(engine, weights, fresh, newest, world)
     run.drop_metrics_after(progress.step)
-    run.drop_skips_after(progress.step)
+    run.drop_records_after(progress.step)
     saver = Saver(engine, config, run, fingerprints(shards), latest=newest, mirror=mirror)
     with (
         Trackers(run, config) as trackers,
@@ -186,6 +187,7 @@ def _train_phase(
             callbacks=[trackers, screen, *callbacks],
             watchdog=make_watchdog(config, run, world),
             on_skip=run.record_skip,
+            digests=DigestFile(run.digests, engine.trained, writes=run.writes) if config.train.digests else None,
             say=run.say,
         ).fit()
     assert saver.latest is not None

@@ -40,6 +40,7 @@ from cdrmix.ops import weights as compute_weights
 from cdrmix.training.compiling import mark_documents
 from cdrmix.training.copies import Keep, on_cpu
 from cdrmix.training.deepspeed_config import BUCKET, accumulation, deepspeed_config
+from cdrmix.training.digests import Digests, digests
 from cdrmix.training.distributed import DistributedContext, any_threads
 from cdrmix.training.expert_parallel import expert_groups, is_expert_shard, total_norm
 from cdrmix.training.master_weights import MasterWeights
@@ -136,6 +137,7 @@ class Engine:
             loss_model, world, self.stage, self._experts, masters, trained_only=base is not None
         )
         self.parameters = self._weights.parameters
+        self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         attach_copies(self.parameters.values(), self.module.dtype, self.stage)
         self._owners: Owners | None = None
         if shards_whole_parameters(config.train, world.size):
@@ -343,6 +345,13 @@ class Engine:
         """
         with SavedPieces(checkpoint, files, self.parameters) as opened:
             load_pieces(self.optimizer, self._held(saved=False), opened)
+
+    def digests(self) -> Digests:
+        """The digests of the weights and of the optimizer's state, the same for every layout. All ranks call."""
+        sums = digests(self.optimizer, self._held(saved=True), self.trained, self.world.device)
+        if self.world.size > 1:
+            dist.all_reduce(sums)
+        return Digests(*sums.cpu())
 
     def gradient(self, name: str) -> Tensor:
         """The gradient of this process's parameter, summed over the processes, not partitioned. All ranks call."""

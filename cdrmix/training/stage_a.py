@@ -36,6 +36,7 @@ from cdrmix.training.checkpoint import (
 )
 from cdrmix.training.compiling import uncompiled
 from cdrmix.training.console import Console
+from cdrmix.training.digests import DigestFile
 from cdrmix.training.distributed import DistributedContext, join, thread_numbers
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import memory_guard
@@ -130,6 +131,7 @@ def train(
             callbacks=[*listeners, *callbacks],
             watchdog=make_watchdog(config, run, world),
             on_skip=run.record_skip,
+            digests=DigestFile(run.digests, engine.trained, writes=run.writes) if config.train.digests else None,
             say=run.say,
         )
         progress = trainer.fit()
@@ -268,10 +270,11 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
     if checkpoint is None:
         run.say("no checkpoint yet: starting from step 0")
         run.drop_metrics_after(0)
+        run.drop_records_after(0)
         return Progress(), None
     progress = load_checkpoint(engine, checkpoint, config, fingerprints(shards))
     run.drop_metrics_after(progress.step if progress.unvalidated is None else progress.step - 1)
-    run.drop_skips_after(progress.step)
+    run.drop_records_after(progress.step)
     if world.is_main_process:
         restore_best(run.checkpoints, progress)
     run.say(f"continuing from {checkpoint.name}")

@@ -17,6 +17,7 @@ from cdrmix.config.schema import Train
 from cdrmix.errors import Preempted
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Progress, Saver
+from cdrmix.training.digests import DigestFile
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
 from cdrmix.training.faults import NORM, Skips, StopRequest
@@ -40,7 +41,8 @@ class Trainer:
     settings: steps, schedule and periods. progress: where the run is; first_step: its finished steps when the objective
     begins. saver: commits checkpoints; None: no checkpoints. validation: measured each `evaluate_every` steps; None:
     never. callbacks: are told of steps, records and checkpoints. threads: chooses the CPU threads. watchdog: ends the
-    process if a step hangs. on_skip: is told of a step that train.skip skips, and why. say: prints a line.
+    process if a step hangs. on_skip: is told of a step that train.skip skips, and why. digests: get those of each step.
+    say: prints a line.
     """
 
     def __init__(
@@ -57,12 +59,13 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         watchdog: Watchdog | None = None,
         on_skip: Callable[[int, str], None] | None = None,
+        digests: DigestFile | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.settings, self.engine, self.objective, self.threads = settings, engine, objective, threads
         self.progress = Progress() if progress is None else progress
         self.first_step, self.saver, self.validation, self.callbacks = first_step, saver, validation, callbacks
-        self._watchdog, self._on_skip, self._say = watchdog, on_skip, say
+        self._watchdog, self._on_skip, self._digests, self._say = watchdog, on_skip, digests, say
         begun = self.progress.step > first_step  # before, its losses are those of another objective
         self._skips = Skips(
             settings.skip,
@@ -117,6 +120,8 @@ class Trainer:
         self._skips.record(number, totals.loss, reason)
         if reason is not None and self._on_skip is not None and not self._skips.is_overflow(reason):
             self._on_skip(number, reason)
+        if self._digests is not None:
+            self._digests.add(number, totals.loss, engine.digests())
 
         if self._watchdog is not None:
             self._watchdog.end()

@@ -55,7 +55,7 @@ def test_all_settings_of_the_files_are_valid(path: Path) -> None:
     assert len({config.hash() for config in settings.values()}) == len(settings) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_comparison_from_its_file_to_its_table(file: Path, tmp_path: Path) -> None:
     """Equal operations: twice the steps of half the rows. A second call makes the missing runs alone."""
     out = tmp_path / "out"

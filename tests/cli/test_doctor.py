@@ -87,7 +87,7 @@ def test_a_damage_that_is_not_noticed_fails(failed: Callable[[], list[str]], mon
     assert failed() == ["a checkpoint"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_modes_fail_where_the_engine_has_other_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process, which has the ZeRO stages alone."""
     gradient = Engine.gradient

@@ -34,7 +34,10 @@ def is_at(run: Path, step: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulation", "processes", "step", "more"),
-    [(4, 1, 4, ()), (2, 2, 5, ("train.batch_warmup={rows: 2, steps: 9}",))],
+    [
+        (4, 1, 4, ()),
+        pytest.param(2, 2, 5, ("train.batch_warmup={rows: 2, steps: 9}",), marks=pytest.mark.long),
+    ],
 )
 def test_sigkill_and_resume(
     workspace: Path,

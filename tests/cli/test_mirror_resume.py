@@ -62,7 +62,7 @@ def test_the_run_folder_is_gone(arguments: Arguments, tmp_path: Path, capsys: py
     assert only(tmp_path / "second").name == only(mirror).name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_files_of_two_processes(arguments: Arguments, tmp_path: Path) -> None:
     """With ZeRO each process has a part of the optimizer's state; the mirror has both."""
     mirror, more = tmp_path / "mirror", ("train.steps=6", "train.zero_stage=1", "train.evaluate_every=6")

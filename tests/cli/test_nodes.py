@@ -84,7 +84,7 @@ def test_a_killed_process_ends_all_machines_with_one_message_each(
             assert "Traceback" not in error
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_to_one_machine_stops_all_of_them_after_a_checkpoint(
     arguments: Arguments, tmp_path: Path, wait_for_checkpoint: Wait
 ) -> None:

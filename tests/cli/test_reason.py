@@ -79,7 +79,15 @@ def test_an_exported_model_has_adapters_and_heads(finished: Path) -> None:
 
 # In each phase that draws; step 3 of the phase, so that a checkpoint of the same phase may be there or not.
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["acceptance", "policy", "operations", "joint"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("acceptance", marks=pytest.mark.long),
+        "policy",
+        "operations",
+        pytest.param("joint", marks=pytest.mark.long),
+    ],
+)
 def test_killed_in_a_phase_and_resumed(finished: Path, arguments: Arguments, phase: str, tmp_path: Path) -> None:
     victim = forked.start(["-m", "cdrmix.cli", "train", *arguments(*REASON, f"run.root={tmp_path}")])
     deadline = time.monotonic() + 200
@@ -102,7 +110,9 @@ def test_killed_in_a_phase_and_resumed(finished: Path, arguments: Arguments, pha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])  # 1 is that of auto; at 3 rollouts need a copy of the model
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.long), 3]
+)  # 1 is that of auto; at 3 rollouts need a copy of the model
 def test_two_processes_divide_a_phase(arguments: Arguments, stage: int, tmp_path: Path) -> None:
     steps = [f"reasoning.phases.{name}.steps=2" for name in PHASES]
     overrides = arguments(*REASON, *steps, f"run.root={tmp_path}", f"train.zero_stage={stage}")

@@ -21,12 +21,14 @@ from cdrmix.training import launch
 from cdrmix.training.launch import CRASHED
 
 Arguments = Callable[..., list[str]]
-LONG = ("train.steps=600", "train.checkpoint_every=5", "train.evaluate_every=600", "train.log_every=100")
+LONG = ("train.steps=200", "train.checkpoint_every=5", "train.evaluate_every=200", "train.log_every=100")
 ASYNC = "train.async_checkpoints=true"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "setting"), [(1, "run.threads=1"), (2, ASYNC)])
+@pytest.mark.parametrize(
+    ("processes", "setting"), [pytest.param(1, "run.threads=1", marks=pytest.mark.long), (2, ASYNC)]
+)
 def test_a_killed_process(
     arguments: Arguments,
     tmp_path: Path,
@@ -86,7 +88,7 @@ def test_the_record_of_faults_is_kept_through_a_kill(
     monkeypatch.setattr(time, "time", lambda: 1012.5)
     run.record_fault(1, CRASHED, started=990.0)
     run.record_fault(1, CRASHED, started=1010.0)
-    run.drop_skips_after(3)
+    run.drop_records_after(3)
     skip, fault, again = map(json.loads, run.faults.read_text().splitlines())
     assert (skip["step"], skip["message"]) == (3, "the loss is nan")
     assert fault["checkpoint"] == "step-00000004"

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from cdrmix.config.schema import Config
 from cdrmix.inference.checkpoints import read_weights
 from cdrmix.training.checkpoint import Fingerprints, load_checkpoint, save_checkpoint
+from cdrmix.training.digests import digest
 from cdrmix.training.engine import Engine
 
 FINGERPRINTS = Fingerprints("tokenizer", "text")
@@ -41,4 +42,9 @@ def loads_the_state(engine: Engine, checkpoint: Path, config: Config) -> bool:
     saved = save_checkpoint(engine, Path(world.gather(str(folder))[0]), progress, config, FINGERPRINTS).finish()
     one, other = optimizer_state(checkpoint), optimizer_state(saved)
     assert any(value.abs().max() > 0 for value in one.values())
+    weights, found = read_weights(checkpoint), engine.digests()
+    for number, name in enumerate(engine.trained):
+        state = [value for piece, value in sorted(one.items()) if piece.startswith(f"{name}/") and value.dim() > 0]
+        assert found.weights[number] == digest(weights[name]), name
+        assert found.state[number] == sum(factor * digest(value) for factor, value in enumerate(state, 1)), name
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())

@@ -112,8 +112,8 @@ def relative(found: Tensor, expected: Tensor) -> float:
     ("kinds", "modes", "in_two"),
     [
         pytest.param(["qwen3_moe"], FEW + FEW_NARROW, [FEW[1], FEW[2], FEW_NARROW[1]], marks=pytest.mark.slow),
-        pytest.param(["llama"], ALL, ALL, marks=pytest.mark.slow),
-        pytest.param(["qwen3_moe"], ALL, ALL, marks=pytest.mark.slow),
+        pytest.param(["llama"], ALL, ALL, marks=pytest.mark.long),
+        pytest.param(["qwen3_moe"], ALL, ALL, marks=pytest.mark.long),
     ],
 )
 def test_every_mode_trains_the_same_weights(

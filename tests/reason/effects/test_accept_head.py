@@ -12,7 +12,7 @@ FILE = Path(__file__).parents[3] / "configs" / "ablations" / "accept-head.yaml"
 
 
 @pytest.mark.gate
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_head_tells_lies_from_truth(tmp_path: Path) -> None:
     """Trained as in the table, whose demands are of the mean over seeds.
 

@@ -12,7 +12,7 @@ FILE = Path(__file__).parents[3] / "configs" / "ablations" / "token-memory-rl.ya
 
 
 @pytest.mark.gate
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_memory_holds_far_beyond_the_length_it_was_trained_on(tmp_path: Path) -> None:
     """In less than three quarters of the steps: 64 chunks, 34 times the window, trained on 4.
 
