@@ -169,8 +169,6 @@ def damages(checkpoint: Path) -> list[str]:
             _verify_file(checkpoint / name, entry)
         except CheckpointError as error:
             found.append(str(error))
-        except OSError as error:
-            found.append(f"{checkpoint / name} cannot be read: {error.strerror}")
     return found
 
 
@@ -220,6 +218,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         known = manifest["format"] == FORMAT and all(_is_entry(*each) for each in manifest["files"].items())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path} is corrupt: it is not the manifest of a checkpoint") from None
     if not known:
@@ -240,7 +240,10 @@ def _verify_file(path: Path, entry: dict[str, Any]) -> None:
     size = path.stat().st_size
     if size != entry["bytes"]:
         raise CheckpointError(f"{path} is corrupt: it has {size} bytes, the manifest says {entry['bytes']}")
-    digest = sha256_file(path)
+    try:
+        digest = sha256_file(path)
+    except OSError as error:  # of a bad disk: an older checkpoint may be readable
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if digest != entry["sha256"]:
         raise CheckpointError(f"{path} is corrupt: its SHA-256 is {digest}, the manifest says {entry['sha256']}")
 
