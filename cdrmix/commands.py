@@ -35,12 +35,10 @@ def train(options: argparse.Namespace) -> int:
         )
     if processes > 1 or options.max_restarts:
         launch.check_processes(config, processes)
-        arguments = ["train", "--config", str(options.config), *options.overrides]
-        arguments += ["--resume", options.resume] if options.resume else []
+        arguments = ["train", *(["--resume", options.resume] if options.resume else [])]
         arguments += ["--traceback"] if options.traceback else []
-        status, message = launch.launch(
-            options.nproc, arguments, nodes, restarts=options.max_restarts, config_hash=config.hash()
-        )
+        arguments += ["--config", str(options.config), *options.overrides]
+        status, message = launch.launch(options.nproc, arguments, nodes, restarts=options.max_restarts, config=config)
         if message:
             print(message, file=sys.stderr)
         return status

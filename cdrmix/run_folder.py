@@ -113,8 +113,7 @@ class RunFolder:
     def update_config(self, config: Config) -> None:
         """Writes a configuration of the same hash as the new snapshot, and notes the changed keys in train.log.
 
-        The snapshot then has the current paths (run.root, data.cache). These keys do not affect the weights, so the
-        snapshot still reproduces the run. Each checkpoint keeps the snapshot of its own time.
+        The snapshot then has the current paths (run.root, data.cache) and layout of the processes. Each checkpoint keeps the snapshot of its own time.
         Raises ConfigError if another process is working on the run.
         """
         text = config.to_yaml()
@@ -126,7 +125,7 @@ class RunFolder:
             new = [line.strip() for line in text.splitlines() if line not in before.splitlines()]
             write_atomically(self.config_snapshot, text)
             self.update_summary({"name": config.run.name})
-            self.note(f"changed keys, which do not affect the weights: {', '.join(new)}")
+            self.note(f"changed keys, which may change in a run: {', '.join(new)}")
 
     @property
     def config_snapshot(self) -> Path:

@@ -21,6 +21,7 @@ NOT_HASHED: dict[str, Any] = {
         "offload_folder": True,
         "hang_timeout": True,
         "async_checkpoints": True,
+        "micro_batch_parts": True,  # micro_batch_rows times it is hashed
         "digests": True,
         "skip": {"nonfinite"},  # so that a run that ended with NaN can be resumed
         "hyperparameters": True,

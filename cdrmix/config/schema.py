@@ -217,6 +217,9 @@ class Train(Section):
     """Rows of one optimizer step (global batch), over all processes."""
     micro_batch_rows: PositiveInt
     """Rows of one forward pass of one process. Must divide batch_rows."""
+    micro_batch_parts: PositiveInt = 1
+    """By what micro_batch_rows was divided since the run began, because memory ran out. So 2 rows in 2 parts continue a
+    run that began with 4 rows. `--max-restarts` sets both. The balancing losses are then means over the parts."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     hyperparameters: Literal["none", "step-law", "svend"] = "none"
@@ -426,11 +429,13 @@ class Config(Section):
         """SHA-256 (hexadecimal) of all keys except NOT_HASHED. Runs with the same hash have the same results.
 
         So a run can be resumed after it was moved, renamed, or given other logging or disk; or another expert
-        parallelism, ZeRO stage or other MEMORY, which change the rounding at most. The origin of a value (inherited,
+        parallelism, ZeRO stage or other MEMORY, which change the rounding at most; or with parts of its micro-batches
+        (train.micro_batch_parts). The origin of a value (inherited,
         override, autosizer, default) and the order of the keys do not matter.
         """
         data = self.model_dump(mode="json", exclude=NOT_HASHED)
         data["train"] |= MEMORY
+        data["train"]["micro_batch_rows"] *= self.train.micro_batch_parts
         del data["ablation"]  # each arm of an ablation is a configuration of its own
         leave_out_added(data)
         return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -292,7 +292,7 @@ def differences(checkpoint: Path, engine: Engine) -> list[str]:
 
 def _layout(engine: Engine) -> dict[str, int]:
     layout = {"processes": engine.world.size, "zero_stage": engine.stage, "expert_parallel": engine.expert_parallel}
-    layout["sequence_parallel"] = engine.world.sequence_parallel
+    layout |= {"sequence_parallel": engine.world.sequence_parallel, "micro_batch_rows": engine.micro_batch_rows}
     return layout if engine.any_threads else layout | {"threads": torch.get_num_threads()}
 
 

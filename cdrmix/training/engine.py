@@ -106,6 +106,7 @@ class Engine:
         self.stage = deepspeed_stage(config.train, world.size)
         self.gradient_clip = config.train.gradient_clip
         self.expert_parallel = config.train.expert_parallel
+        self.micro_batch_rows = config.train.micro_batch_rows
         self._compiled = config.train.compile
         self._experts = expert_groups(config)
         self.share = 0.0  # of a micro-batch in its global batch

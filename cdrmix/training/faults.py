@@ -170,7 +170,8 @@ def memory_guard(config: Config) -> Iterator[None]:
         train = config.train
         raise OutOfMemoryError(
             "a training step does not fit in memory. Each of these reduces it: "
-            f"train.micro_batch_rows (now {train.micro_batch_rows}; gradients stay the same), "
+            f"train.micro_batch_rows (now {train.micro_batch_rows}; half of them and train.micro_batch_parts="
+            f"{2 * train.micro_batch_parts} continue this run, as --max-restarts does), "
             f"train.activation_checkpointing: true (now {str(train.activation_checkpointing).lower()}), "
             f"train.zero_stage: 1, 2 or 3 with several processes (now {train.zero_stage}), "
             f"train.expert_parallel: above 1 with several processes (now {train.expert_parallel}), "

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import UNEXPECTED, CdrmixError, ConfigError, HangError
+from cdrmix.errors import UNEXPECTED, CdrmixError, ConfigError, HangError, OutOfMemoryError
 from cdrmix.training.zero import check_zero_stage
 
 FOLDER = "CDRMIX_LAUNCH"  # set for workers: where they leave their process ids and their failure
@@ -87,37 +87,53 @@ class Ended(NamedTuple):
 
 
 def launch(
-    processes: int, arguments: Sequence[str], nodes: Nodes | None = None, *, restarts: int = 0, config_hash: str = ""
+    processes: int,
+    arguments: Sequence[str],
+    nodes: Nodes | None = None,
+    *,
+    restarts: int = 0,
+    config: Config | None = None,
 ) -> tuple[int, str]:
-    """Runs `cdrmix <arguments>` in that many processes of this machine; returns the exit code and the message of the
-    first failure here.
+    """Runs `cdrmix <arguments>`, whose overrides are the last, in that many processes of this machine; returns the exit
+    code and the message of the first failure here.
 
-    restarts: how often they are started again after one of them crashed, was killed or hung. Then they continue their
-    run, whose configuration has the hash. What was lost is recorded in the run folder. An unexpected error that comes
-    twice, with the same message, is not tried a third time.
+    restarts: how often they are started again after one of them crashed, was killed, hung or ran out of memory. Then
+    they continue their run of this configuration, out of memory with half of the rows in a micro-batch, or fewer. What
+    was lost is recorded in the run folder. An unexpected error that comes twice, with the same message, is not tried a
+    third time.
     """
     before = ""
+    rows, parts = (1, 1) if config is None else (config.train.micro_batch_rows, config.train.micro_batch_parts)
     for attempt in itertools.count(1):
         started = time.time()
         ended = _attempt(processes, arguments, nodes or Nodes())
-        if ended.signalled or ended.status not in RESTARTED or attempt > restarts:
+        exhausted = ended.status == OutOfMemoryError.exit_code and rows > 1
+        if ended.signalled or attempt > restarts or not (exhausted or ended.status in RESTARTED):
             break
         if ended.status == UNEXPECTED and ended.message == before:
             break
         before = ended.message
-        print(f"{ended.message}\ncdrmix: starting the processes again ({attempt} of {restarts})", file=sys.stderr)
-        if config_hash in ended.runs:
+        changed = ""
+        if exhausted:
+            divisor = next(number for number in range(2, rows + 1) if rows % number == 0)
+            rows, parts = rows // divisor, parts * divisor
+            fewer = [f"train.micro_batch_rows={rows}", f"train.micro_batch_parts={parts}"]
+            arguments, changed = [*arguments, *fewer], f" with {' '.join(fewer)}"
+        print(ended.message, file=sys.stderr)
+        print(f"cdrmix: starting the processes again ({attempt} of {restarts}){changed}", file=sys.stderr)
+        if config is not None and config.hash() in ended.runs:
             from cdrmix.run_folder import RunFolder  # its imports take a second
 
-            run = ended.runs[config_hash]
-            arguments = [*_without_resume(arguments), "--resume", str(run)]
+            run = ended.runs[config.hash()]
+            arguments = _resuming(arguments, run)
             RunFolder.open(run).record_fault(ended.status, ended.message, started)
     return ended.status, ended.message
 
 
-def _without_resume(arguments: Sequence[str]) -> list[str]:
-    place = arguments.index("--resume") if "--resume" in arguments else len(arguments)
-    return [*arguments[:place], *arguments[place + 2 :]]
+def _resuming(arguments: Sequence[str], run: Path) -> list[str]:
+    command, *others = arguments
+    place = others.index("--resume") if "--resume" in others else len(others)
+    return [command, "--resume", str(run), *others[:place], *others[place + 2 :]]
 
 
 def _attempt(processes: int, arguments: Sequence[str], nodes: Nodes) -> Ended:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 
 from cdrmix.cli import main
 from cdrmix.config.schema import Config
-from cdrmix.errors import UNEXPECTED
-from cdrmix.run_folder import RunFolder
+from cdrmix.errors import UNEXPECTED, OutOfMemoryError
+from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training import launch
 from cdrmix.training.launch import CRASHED
 
@@ -57,6 +58,72 @@ def test_a_killed_process(
     (straight,) = (tmp_path / "straight").iterdir()
     assert [path.name for path in (tmp_path / "killed").iterdir()] == [run.name], "one run"
     assert main(["compare", str(straight), str(run)]) == 0
+
+
+OUT_OF_MEMORY = """
+import torch
+from cdrmix.training.engine import Engine
+forward = Engine.forward
+def limited(self, batch, **options):
+    if batch.step >= 3 and len(batch.ids_BT) > 1:
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+    return forward(self, batch, **options)
+Engine.forward = limited
+"""
+
+
+@pytest.mark.slow
+def test_a_run_out_of_memory_continues_with_fewer_rows(arguments: Arguments, tmp_path: Path) -> None:
+    """In the processes, a plugin lets micro-batches of more than one row run out of memory from the fourth step on."""
+    (tmp_path / "small_memory.py").write_text(OUT_OF_MEMORY)
+    information = tmp_path / "small_memory-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: small-memory\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[cdrmix.plugins]\nsmall = small_memory\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    rows = ("train.steps=6", "train.batch_rows=4", "train.micro_batch_rows=4", f"run.root={tmp_path / 'runs'}")
+    command = ["-m", "cdrmix.cli", "train", "--max-restarts", "2", *arguments(*rows)]
+    status, told = forked.run(command, environment)
+    assert status == 0, told
+    for attempt, (now, parts) in enumerate([(2, 2), (1, 4)], 1):
+        again = f"again ({attempt} of 2) with train.micro_batch_rows={now} train.micro_batch_parts={parts}\n"
+        assert again in told
+    (run,) = (tmp_path / "runs").iterdir()
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    faults = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
+    assert [(fault["exit_code"], fault["checkpoint"]) for fault in faults] == [(8, "step-00000002")] * 2
+    assert "Tried to allocate 2.00 GiB" in faults[0]["message"]
+    assert "micro_batch_rows: 4 before, 1 now" in (run / "train.log").read_text()
+    assert json.loads((run / "metrics.json").read_text())["restarts"] == 2
+
+
+def test_a_single_row_that_does_not_fit_ends_the_run(
+    arguments: Arguments, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """6 rows are divided by their smallest prime factors; the run keeps its hash."""
+    given: list[list[str]] = []
+
+    def attempt(processes: int, words: list[str], nodes: object) -> launch.Ended:
+        given.append(words)
+        return launch.Ended(OutOfMemoryError.exit_code, "no room", False, {})
+
+    monkeypatch.setattr(launch, "_attempt", attempt)
+    command = arguments("train.batch_rows=6", "train.micro_batch_rows=6")
+    assert main(["train", "--max-restarts", "9", *command]) == OutOfMemoryError.exit_code
+    assert [words[len(given[0]) :] for words in given] == [
+        [],
+        ["train.micro_batch_rows=3", "train.micro_batch_parts=2"],
+        [
+            "train.micro_batch_rows=3",
+            "train.micro_batch_parts=2",
+            "train.micro_batch_rows=1",
+            "train.micro_batch_parts=6",
+        ],
+    ]
+    assert capsys.readouterr().err.count("no room") == 3
+    hashes = {Config.from_yaml(words[2], words[3:]).hash() for words in given}
+    assert len(hashes) == 1
+    assert Config.from_yaml(given[0][2], [*given[0][3:], "train.micro_batch_rows=3"]).hash() not in hashes
 
 
 def test_what_would_fail_again_is_not_started_again(

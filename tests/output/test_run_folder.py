@@ -107,8 +107,8 @@ def test_a_run_goes_on_under_other_values_of_what_decides_no_weight(config: Conf
         assert Config.from_yaml(run.config_snapshot).hash() == run.summary()["config_hash"]
     assert run.summary()["name"] == "other"
     first, second = run.log.read_text().splitlines()
-    assert first.endswith("do not affect the weights: name: other, cache: elsewhere, keep_last: 1")
-    assert second.endswith("do not affect the weights: log_every: 3, wandb: true")
+    assert first.endswith("which may change in a run: name: other, cache: elsewhere, keep_last: 1")
+    assert second.endswith("which may change in a run: log_every: 3, wandb: true")
     RunFolder.resume(other, "auto")
     assert len(run.log.read_text().splitlines()) == 2  # nothing to say when nothing changed
     with run.locked(), pytest.raises(ConfigError, match="another process"):
