@@ -113,7 +113,8 @@ class RunFolder:
     def update_config(self, config: Config) -> None:
         """Writes a configuration of the same hash as the new snapshot, and notes the changed keys in train.log.
 
-        The snapshot then has the current paths (run.root, data.cache) and layout of the processes. Each checkpoint keeps the snapshot of its own time.
+        The snapshot then has the current paths (run.root, data.cache) and the current layout of the processes. Each
+        checkpoint keeps the snapshot of its own time.
         Raises ConfigError if another process is working on the run.
         """
         text = config.to_yaml()
