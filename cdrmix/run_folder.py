@@ -263,6 +263,13 @@ class RunFolder:
             self._add_fault({"step": step, "message": reason})
             self.say(f"step {step} was skipped: {reason}")
 
+    def record_rollback(self, last: int, step: int, reason: str) -> None:
+        """Appends to faults.jsonl, and says, that the run went back to the checkpoint of `step` after step `last`."""
+        if self.writes:
+            text = f"went back to step {step}, and passes over the rows of steps {step + 1} to {last}: {reason}"
+            self._add_fault({"step": last, "rollback": step, "message": text})
+            self.say(f"step {last} {text}")
+
     def _add_fault(self, fault: Mapping[str, Any]) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         kept = read_rows(self.faults)  # without a last line that a kill cut off

@@ -23,7 +23,7 @@ NOT_HASHED: dict[str, Any] = {
         "async_checkpoints": True,
         "micro_batch_parts": True,  # micro_batch_rows times it is hashed
         "digests": True,
-        "skip": {"nonfinite"},  # so that a run that ended with NaN can be resumed
+        "skip": {"nonfinite", "rollbacks"},  # so that a run that ended with NaN can be resumed
         "hyperparameters": True,
         "tokens_per_parameter": True,
     },  # of the last two the keys that they set are hashed

@@ -72,9 +72,12 @@ class TrainLoader:
     slice_rank, slices: of the processes that share the tokens of this rank's rows.
     mixture: determines the order of the rows; None: a permutation of all rows per epoch, or their own order if
         `sequential`. weighting: the weights of the parts of the loss; None: all tokens count alike.
+    passed_over: rows, before those of any step, that are not trained on.
     Raises ConfigError if the micro-batches of all ranks do not divide every global batch, and ShardError if the shards
     were packed at another row length.
     """
+
+    passed_over: int = 0
 
     def __init__(
         self,
@@ -108,12 +111,12 @@ class TrainLoader:
         self.mixture, self.sequential, self.weighting = mixture, sequential, weighting
 
     def epoch(self, step: int) -> float:
-        """The number of rows before step `step`, divided by the rows of the split."""
-        return self.sizes.before(step) / self.split.rows
+        """The number of rows before those of step `step`, divided by the rows of the split."""
+        return (self.sizes.before(step) + self.passed_over) / self.split.rows
 
     def rows(self, step: int) -> Array:
         """int64 [B], B = sizes.at(step): the rows of global batch `step`, in order. Raises ValueError if step < 0."""
-        start = self.sizes.before(step)
+        start = self.sizes.before(step) + self.passed_over
         positions = np.arange(start, start + self.sizes.at(step), dtype=np.int64)
         if self.mixture is not None:
             return self.mixture.rows(positions)
@@ -196,6 +199,13 @@ class Prefetcher:
         made = self._ahead.pop(step, None) or self._pool.submit(self._make, step)
         self._ahead = {step + 1: self._pool.submit(self._make, step + 1)} if step + 1 < self._end else {}
         return made.result()
+
+    def pass_over(self, rows: int) -> None:
+        """Sets `passed_over` of the loader; what was made ahead is made anew."""
+        for made in self._ahead.values():
+            made.cancel()
+        self._ahead = {}
+        self._pool.submit(setattr, self.loader, "passed_over", rows).result()  # after what the thread is making
 
     def _make(self, step: int) -> list[Batch]:
         batches = self.loader.micro_batches(step)

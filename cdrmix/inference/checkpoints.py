@@ -123,10 +123,12 @@ def has_average(checkpoint: Path) -> bool:
     return bool(files_of(AVERAGE, read_manifest(checkpoint)["files"]))
 
 
-def newest_whole_checkpoint(folder: Path, say: Callable[[str], None] | None = None) -> Path | None:
+def newest_whole_checkpoint(
+    folder: Path, say: Callable[[str], None] | None = None, wanted: Callable[[Path], bool] = lambda checkpoint: True
+) -> Path | None:
     """The newest checkpoint of which all files match the manifest; None if there is none.
 
-    say: receives a message for each newer checkpoint that was skipped, with the reason.
+    say: receives a message for each newer checkpoint that was skipped, with the reason. wanted: of those that match.
     """
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
@@ -135,7 +137,8 @@ def newest_whole_checkpoint(folder: Path, say: Callable[[str], None] | None = No
             if say is not None:
                 say(f"skipped {checkpoint.name}: {error}")
             continue
-        return checkpoint
+        if wanted(checkpoint):
+            return checkpoint
     return None
 
 

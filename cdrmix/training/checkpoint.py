@@ -57,7 +57,8 @@ class Progress:
     """The progress of a run. `step` counts finished optimizer steps; the next global batch has that number.
 
     tokens: tokens with a target trained on. seconds: training time. loss: nats per token. best_value: of
-    train.best_metric at best_step. consecutive_skips, recent_losses: of Skips, which decides by them. unvalidated: the
+    train.best_metric at best_step. consecutive_skips, recent_losses: of Skips, which decides by them. rollbacks: how
+    often the run went back to a checkpoint; passed_over: the rows that it therefore does not train on. unvalidated: the
     StepRecord of this step, if a signal came before its validation; the resumed run validates first. phase: of stage B,
     whose steps continue the count of stage A; None in stage A.
     """
@@ -69,6 +70,8 @@ class Progress:
     skipped_steps: int = 0
     consecutive_skips: dict[str, int] = dataclasses.field(default_factory=dict)
     recent_losses: tuple[float, ...] = ()
+    rollbacks: int = 0
+    passed_over: int = 0
     valid_bits_per_byte: float | None = None
     best_value: float | None = None
     best_step: int | None = None

@@ -344,6 +344,9 @@ class Engine:
 
         files: those of the checkpoint that have it. Raises CheckpointError.
         """
+        for state in self.optimizer.state.values():  # of later steps, where a run goes back
+            for value in state.values():
+                value.zero_()
         with SavedPieces(checkpoint, files, self.parameters) as opened:
             load_pieces(self.optimizer, self._held(saved=False), opened)
 

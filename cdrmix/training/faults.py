@@ -87,11 +87,16 @@ class StopRequest:
         self._asked = True
 
 
+class TooManySkips(Exception):
+    """More steps in a row were skipped than are allowed, and the run may go back to a checkpoint."""
+
+
 class Skips:
     """Decides which updates are not applied, from the loss of the global batch, so alike in every process.
 
     settings: train.skip. fp16: gradients may overflow, up to a limit. total: of the run so far. consecutive: before the
     next step, by kind of fault. recent: the last losses that were trained on, where settings.spike needs them.
+    goes_back: too many of them in a row raise TooManySkips.
     """
 
     def __init__(
@@ -102,8 +107,9 @@ class Skips:
         total: int = 0,
         consecutive: Mapping[str, int] = {},
         recent: Sequence[float] = (),
+        goes_back: bool = False,
     ) -> None:
-        self._settings, self._fp16, self.total = settings, fp16, total
+        self._settings, self._fp16, self.total, self._goes_back = settings, fp16, total, goes_back
         self.consecutive = Counter(consecutive)
         self.recent: deque[float] = deque(recent, maxlen=RECENT)
 
@@ -130,7 +136,8 @@ class Skips:
     def record(self, step: int, loss: float, reason: str | None) -> None:
         """Counts a step. reason: why it was not applied; None: it was.
 
-        Raises NonFiniteLossError when too many steps in a row were not finite.
+        Raises NonFiniteLossError when too many steps in a row were not finite; instead of it, and after too many
+        spikes, TooManySkips if the run may go back.
         """
         if reason is None:
             self.consecutive.clear()
@@ -141,6 +148,9 @@ class Skips:
         overflow = self.is_overflow(reason)
         kind = "overflow" if overflow else "nonfinite" if reason == NORM or not math.isfinite(loss) else "spike"
         self.consecutive[kind] += 1
+        limits = {"nonfinite": self._settings.nonfinite, "spike": MAX_CONSECUTIVE_SPIKES - 1}
+        if self._goes_back and kind in limits and self.consecutive[kind] > limits[kind]:
+            raise TooManySkips(f"{reason}; {self.consecutive[kind]} steps in a row were skipped")
         allowed = max(self._settings.nonfinite, MAX_CONSECUTIVE_SKIPS - 1 if overflow else 0)
         if kind == "spike" or self.consecutive[kind] <= allowed:
             return

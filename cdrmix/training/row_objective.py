@@ -58,6 +58,10 @@ class RowObjective(ABC):
         self._token_count, self._share = batches[0].token_count, engine.share
         return batches
 
+    def pass_over(self, rows: int) -> None:
+        """So many rows, before those of any further step, are not trained on."""
+        self._batches.pass_over(rows)
+
     @abstractmethod
     def forward(self, engine: Engine, micro_batch: Batch, *, last: bool) -> Outcome:
         """As of Objective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader, TrainLoader, train_loader
 from cdrmix.data.pairs import PairLoader
 from cdrmix.data.shards import ShardSet, Split
-from cdrmix.errors import CheckpointError, VocabularyError
+from cdrmix.errors import CheckpointError, NonFiniteLossError, VocabularyError
 from cdrmix.eval.parts import PartScores
 from cdrmix.eval.perplexity import evaluate, loss_model_nats
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint
@@ -32,6 +33,7 @@ from cdrmix.training.checkpoint import (
     Saver,
     differences,
     load_checkpoint,
+    read_progress,
     restore_best,
 )
 from cdrmix.training.compiling import uncompiled
@@ -116,10 +118,12 @@ def train(
                 Console(run, settings.steps, start_step=progress.step, shown=console, rows=settings.batch_sizes.before)
             ),
         ]
+        objective = stack.enter_context(make_objective(config, loader, world, reference))
+        objective.pass_over(progress.passed_over)
         trainer = Trainer(
             settings,
             engine,
-            stack.enter_context(make_objective(config, loader, world, reference)),
+            objective,
             ThreadChoice(thread_numbers(config, world), run.say),
             progress=progress,
             saver=Saver(engine, config, run, fingerprints(shards), latest=checkpoint, mirror=mirror),
@@ -131,6 +135,7 @@ def train(
             callbacks=[*listeners, *callbacks],
             watchdog=make_watchdog(config, run, world),
             on_skip=run.record_skip,
+            go_back=functools.partial(_go_back, engine, config, run, shards, objective),
             digests=DigestFile(run.digests, engine.trained, writes=run.writes) if config.train.digests else None,
             say=run.say,
         )
@@ -272,15 +277,50 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
         run.drop_metrics_after(0)
         run.drop_records_after(0)
         return Progress(), None
+    return _load(engine, config, run, shards, checkpoint), checkpoint
+
+
+def _load(engine: Engine, config: Config, run: RunFolder, shards: ShardSet, checkpoint: Path) -> Progress:
     progress = load_checkpoint(engine, checkpoint, config, fingerprints(shards))
     run.drop_metrics_after(progress.step if progress.unvalidated is None else progress.step - 1)
     run.drop_records_after(progress.step)
-    if world.is_main_process:
+    if engine.world.is_main_process:
         restore_best(run.checkpoints, progress)
     run.say(f"continuing from {checkpoint.name}")
     for difference in differences(checkpoint, engine):
         run.say(f"{difference}: sums are taken in another order, so the bits will not be those of an unbroken run")
-    return progress, checkpoint
+    return progress
+
+
+def _go_back(
+    engine: Engine,
+    config: Config,
+    run: RunFolder,
+    shards: ShardSet,
+    objective: RowObjective,
+    before: Progress,
+    last: int,
+    reason: str,
+) -> Progress:
+    """Loads the newest checkpoint from before the steps that were skipped, and returns its progress. The next rows are
+    those after the rows of step `last`."""
+    checkpoint: Path | None = None
+    if engine.world.is_main_process:
+        checkpoint = newest_whole_checkpoint(
+            run.checkpoints, run.say, wanted=lambda path: not read_progress(path).consecutive_skips
+        )
+    checkpoint = engine.world.gather(checkpoint)[0]
+    if checkpoint is None:
+        raise NonFiniteLossError(
+            f"{reason}. There is no checkpoint from before them to go back to. Start a new run with a lower "
+            "train.checkpoint_every or a higher train.keep_last"
+        )
+    progress = _load(engine, config, run, shards, checkpoint)
+    sizes = config.train.batch_sizes
+    passed_over = before.passed_over + sizes.before(last) - sizes.before(progress.step)
+    objective.pass_over(passed_over)
+    run.record_rollback(last, progress.step, reason)
+    return dataclasses.replace(progress, rollbacks=before.rollbacks + 1, passed_over=passed_over)
 
 
 def _newest(run: RunFolder) -> tuple[Path | None, str]:

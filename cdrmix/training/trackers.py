@@ -88,24 +88,26 @@ class Trackers(Callback):
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a record. Each line is flushed to the operating system."""
+    """metrics.jsonl: one JSON object a record. It is opened for each, since a rollback replaces it."""
 
     def __init__(self, run: RunFolder) -> None:
-        written = run.metrics_jsonl.read_bytes() if run.metrics_jsonl.exists() else b""
-        torn = written != b"" and not written.endswith(b"\n")
-        self._file = run.metrics_jsonl.open("a", buffering=1, encoding="utf-8")
-        if torn:  # a killed run may have left half a line
-            self._file.write("\n")
+        self._path = run.metrics_jsonl
+        written = self._path.read_bytes() if self._path.exists() else b""
+        if written and not written.endswith(b"\n"):  # a killed run may have left half a line
+            self._append("\n")
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(finite(dataclasses.asdict(record)), allow_nan=False) + "\n")
-        self._file.flush()
+        self._append(json.dumps(finite(dataclasses.asdict(record)), allow_nan=False) + "\n")
+
+    def _append(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
 
     def write_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         pass  # eval/metrics.jsonl has them
 
     def close(self) -> None:
-        self._file.close()
+        pass
 
 
 class TensorBoard:

@@ -20,7 +20,7 @@ from cdrmix.training.checkpoint import Progress, Saver
 from cdrmix.training.digests import DigestFile
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.faults import NORM, Skips, StopRequest
+from cdrmix.training.faults import NORM, Skips, StopRequest, TooManySkips
 from cdrmix.training.metrics import Record, StepRecord
 from cdrmix.training.objective import Objective, StepAccumulator, StepFacts, StepTotals
 from cdrmix.training.schedule import group_rates, learning_rate
@@ -42,6 +42,8 @@ class Trainer:
     begins. saver: commits checkpoints; None: no checkpoints. validation: measured each `evaluate_every` steps; None:
     never. callbacks: are told of steps, records and checkpoints. threads: chooses the CPU threads. watchdog: ends the
     process if a step hangs. on_skip: is told of a step that train.skip skips, and why. digests: get those of each step.
+    go_back: loads a checkpoint after train.skip has skipped too many steps, and returns its progress. It gets the
+    progress before, the last of these steps, and the reason. None: they end the training.
     say: prints a line.
     """
 
@@ -60,20 +62,15 @@ class Trainer:
         watchdog: Watchdog | None = None,
         on_skip: Callable[[int, str], None] | None = None,
         digests: DigestFile | None = None,
+        go_back: Callable[[Progress, int, str], Progress] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.settings, self.engine, self.objective, self.threads = settings, engine, objective, threads
         self.progress = Progress() if progress is None else progress
         self.first_step, self.saver, self.validation, self.callbacks = first_step, saver, validation, callbacks
         self._watchdog, self._on_skip, self._digests, self._say = watchdog, on_skip, digests, say
-        begun = self.progress.step > first_step  # before, its losses are those of another objective
-        self._skips = Skips(
-            settings.skip,
-            fp16=settings.precision == "fp16",
-            total=self.progress.skipped_steps,
-            consecutive=self.progress.consecutive_skips if begun else {},
-            recent=self.progress.recent_losses if begun else (),
-        )
+        self._go_back = go_back
+        self._skips = self._new_skips()
         self._clock = Clock(self.progress)
 
     def fit(self) -> Progress:
@@ -84,11 +81,39 @@ class Trainer:
         """
         with StopRequest() as stop, self.saver or nullcontext(), self._watchdog or nullcontext():
             self._validate_interrupted(stop)
-            for step in range(self.progress.step - self.first_step, self.settings.steps):
-                self._step(step, stop)
+            while (step := self.progress.step - self.first_step) < self.settings.steps:
+                try:
+                    self._step(step, stop)
+                except TooManySkips as fault:
+                    self._roll_back(self.first_step + step + 1, str(fault))
             if self.engine.world.any(stop.requested):  # it came during the last validation or checkpoint
                 raise Preempted(self._stopped("the last step"))
         return self.progress
+
+    def _new_skips(self) -> Skips:
+        progress, settings = self.progress, self.settings
+        begun = progress.step > self.first_step  # before, its losses are those of another objective
+        return Skips(
+            settings.skip,
+            fp16=settings.precision == "fp16",
+            total=progress.skipped_steps,
+            consecutive=progress.consecutive_skips if begun else {},
+            recent=progress.recent_losses if begun else (),
+            goes_back=self._go_back is not None and progress.rollbacks < settings.skip.rollbacks,
+        )
+
+    def _roll_back(self, number: int, reason: str) -> None:
+        """Goes back to a checkpoint, after which other rows follow than before."""
+        assert self._go_back is not None
+        assert self.saver is not None
+        if self._watchdog is not None:
+            self._watchdog.end()
+        seconds, skipped = self._clock.stop(), self._skips.total
+        self.saver.finish()
+        progress = self._go_back(self.progress, number, reason)
+        self.progress = dataclasses.replace(progress, seconds=seconds, skipped_steps=skipped)
+        self._clock.tokens_per_second(self.progress)  # the speed is measured from here on
+        self._skips = self._new_skips()
 
     def _step(self, step: int, stop: StopRequest) -> None:
         """One optimizer step, counted from 0, and what is due after it."""

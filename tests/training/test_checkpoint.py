@@ -77,6 +77,17 @@ def test_a_checkpoint_gives_back_weights_average_and_generators(run: Run) -> Non
     assert torch.equal(read_weights(saved, average=True)[next(iter(kept))], average[0])
 
 
+def test_moments_of_later_steps_are_gone(run: Run) -> None:
+    """A run that goes back may have updated parameters that the checkpoint has no moments of."""
+    saved = run.save(1)
+    for parameter in run.engine.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    run.engine.optimizer.step()
+    assert any(value.any() for value in run.engine.optimizer_state().values())
+    load_checkpoint(run.engine, saved, run.config, FINGERPRINTS)
+    assert not any(value.any() for value in run.engine.optimizer_state().values())
+
+
 def test_nothing_in_a_checkpoint_is_a_pickle(run: Run) -> None:
     names = {path.name for path in run.save(1).iterdir()}
     assert names == {
