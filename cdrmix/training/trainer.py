@@ -85,7 +85,7 @@ class Trainer:
                 try:
                     self._step(step, stop)
                 except TooManySkips as fault:
-                    self._roll_back(self.first_step + step + 1, str(fault))
+                    self._roll_back(self.first_step + step + 1, str(fault), stop)
             if self.engine.world.any(stop.requested):  # it came during the last validation or checkpoint
                 raise Preempted(self._stopped("the last step"))
         return self.progress
@@ -102,7 +102,7 @@ class Trainer:
             goes_back=self._go_back is not None and progress.rollbacks < settings.skip.rollbacks,
         )
 
-    def _roll_back(self, number: int, reason: str) -> None:
+    def _roll_back(self, number: int, reason: str, stop: StopRequest) -> None:
         """Goes back to a checkpoint, after which other rows follow than before."""
         assert self._go_back is not None
         assert self.saver is not None
@@ -114,6 +114,7 @@ class Trainer:
         self.progress = dataclasses.replace(progress, seconds=seconds, skipped_steps=skipped)
         self._clock.tokens_per_second(self.progress)  # the speed is measured from here on
         self._skips = self._new_skips()
+        self._validate_interrupted(stop)
 
     def _step(self, step: int, stop: StopRequest) -> None:
         """One optimizer step, counted from 0, and what is due after it."""
