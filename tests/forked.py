@@ -135,7 +135,8 @@ def run(arguments: Sequence[str | Path], environment: Mapping[str, str] | None =
 
 def _serve(connection: socket.socket) -> None:
     for module in MODULES:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # on a bare machine
+            importlib.import_module(module)
     received, waker = socket.socketpair()
     waker.setblocking(False)
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
