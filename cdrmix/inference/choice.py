@@ -85,7 +85,9 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Found:
 def _figure_text(metric: str, value: float | None) -> str:
     if value is None:
         return ""
-    return f" ({value:.4f} bits per byte)" if metric == "bits_per_byte" else f" ({metric} {value:.4f})"
+    return (
+        f" ({value:.4f} bits per byte in its validation)" if metric == "bits_per_byte" else f" ({metric} {value:.4f})"
+    )
 
 
 def _kind(path: Path) -> str:

@@ -18,6 +18,7 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_training import Skip
 from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
+from cdrmix.training.launch import STOP_SIGNALS
 
 # The first loss scale of fp16, 2**16, may need 16 halvings until the gradients are finite. Later the scale grows only
 # while they are finite, so one halving is enough. More skipped steps in a row mean a real NaN.
@@ -41,9 +42,9 @@ SAME_INTERRUPT = 1.0  # seconds in which SIGINT counts once: Ctrl-C may arrive f
 
 
 class StopRequest:
-    """Notes SIGTERM, SIGHUP and SIGINT, so that the training can stop between two steps. A context manager.
+    """Notes STOP_SIGNALS, so that the training can stop between two steps. A context manager.
 
-    SIGTERM and SIGHUP may arrive several times: when a scheduler ends a job, a worker gets one signal from it, one from
+    All but SIGINT may arrive several times: when a scheduler ends a job, a worker gets one signal from it, one from
     the launcher and one from torchrun, and must still save its checkpoint. A second SIGINT, one second after the first
     or later, ends the process at once.
 
@@ -66,7 +67,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._former[number] = signal.signal(number, self._receive)
         return self

@@ -1,7 +1,7 @@
 """Starts the processes of one run on this machine by torchrun, forwards signals, and reports the first failure.
 
 There are three levels of processes: the launcher, which the user started; torchrun's agent, in a session of its own;
-and the workers. SIGINT, SIGTERM and SIGHUP reach the launcher only. It forwards each signal once to every worker, also
+and the workers. STOP_SIGNALS reach the launcher only. It forwards each signal once to every worker, also
 to a worker that starts later. Before the first worker has started, it ends the agent. The first worker that fails
 writes its exit code and message to a file, because torchrun exits with 1 for every failure.
 """
@@ -31,6 +31,7 @@ from cdrmix.training.zero import check_zero_stage
 
 FOLDER = "CDRMIX_LAUNCH"  # set for workers: where they leave their process ids and their failure
 PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # SIGUSR1: of schedulers that are told so
 CRASHED = "cdrmix: error: a process of the run crashed or was killed"
 RESTARTED = (CdrmixError.exit_code, HangError.exit_code, UNEXPECTED)  # exit codes of what may not happen again
 RUNS = "runs"  # file of the launcher's folder: a line for each run folder, with the hash of its configuration
@@ -153,7 +154,7 @@ def _attempt(processes: int, arguments: Sequence[str], nodes: Nodes) -> Ended:
         # Set before the agent starts, so that no signal is lost and none ends the launcher alone.
         former = {
             number: signal.signal(number, lambda number, frame: received.append(number))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            for number in STOP_SIGNALS
             if signal.getsignal(number) is not signal.SIG_IGN  # a signal that nohup ignores stays ignored
         }
         agent: subprocess.Popen[bytes] | None = None

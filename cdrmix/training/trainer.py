@@ -76,7 +76,7 @@ class Trainer:
     def fit(self) -> Progress:
         """Trains to the objective's last step; with a saver its checkpoint is committed then. Every process calls.
 
-        Raises Preempted after SIGTERM, SIGHUP, SIGINT or a callback's wish, once a checkpoint is committed;
+        Raises Preempted after one of STOP_SIGNALS or a callback's wish, once a checkpoint is committed;
         NonFiniteLossError before a NaN reaches the weights, unless train.skip skips the step.
         """
         with StopRequest() as stop, self.saver or nullcontext(), self._watchdog or nullcontext():

@@ -152,7 +152,9 @@ def test_a_model_is_taken_from_the_checkpoint_that_is_wanted(run: RunFolder, cap
     generate = ["generate", "--model", str(run.path), "--max-new-tokens", "1"]
     assert main([*generate, "--checkpoint", "best"]) == 0
     told = capsys.readouterr().err
-    assert told.startswith(f"Using step-00000002, the best on held-out text ({bits[2]:.4f} bits per byte); the last is")
+    assert told.startswith(
+        f"Using step-00000002, the best on held-out text ({bits[2]:.4f} bits per byte in its validation)"
+    )
     assert main([*generate, "--checkpoint", "step-00000003"]) == 2
     assert "step-00000003 is no checkpoint of" in capsys.readouterr().err
     assert main(["generate", "--model", str(run.export), "--checkpoint", "best"]) == 2

@@ -41,7 +41,8 @@ def export(run: RunFolder, capsys: pytest.CaptureFixture[str], *options: str) ->
 
 def test_the_best_is_exported_and_the_reason_is_said(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     bits = {row["step"]: row.get("valid_bits_per_byte") for row in read_metrics(run.metrics_jsonl)}
-    told = f"the best on held-out text ({bits[2]:.4f} bits per byte); the last is step 4 ({bits[4]:.4f} bits per byte)"
+    told = f"the best on held-out text ({bits[2]:.4f} bits per byte in its validation); "
+    told += f"the last is step 4 ({bits[4]:.4f} bits per byte in its validation)"
     assert export(run, capsys) == (2, f"Exporting step 2, {told}")
     assert export(run, capsys, "--checkpoint", "last") == (4, "Exporting step 4, the last, as requested")
     for name in ("step-00000002", str(run.checkpoints / "step-00000002")):

@@ -21,7 +21,7 @@ import os, signal, sys, time
 from pathlib import Path
 from cdrmix.training import launch
 caught = []
-for number in (signal.SIGTERM, signal.SIGINT):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda number, frame: caught.append(number))
 launch.begin_work()
 Path(os.environ["CDRMIX_LAUNCH"], f"ready-{os.getpid()}").touch()
@@ -79,10 +79,11 @@ def worker(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_a_signal_reaches_every_worker_once() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_every_worker_once(number: signal.Signals) -> None:
     process, folder = start_launcher(WORKER)
     wait_for(folder, "ready-*", 2)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out.strip()) == (75, "stopped by 1 signal")
 

@@ -35,7 +35,7 @@ from cdrmix.training.faults import (
 from cdrmix.training.trainer import Trainer
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_asks_to_stop_and_the_former_handler_returns(number: signal.Signals) -> None:
     def handler(*_: object) -> None:
         raise AssertionError
@@ -65,7 +65,15 @@ def test_an_ignored_hangup_stays_ignored() -> None:
 def test_termination_from_several_sides_still_leaves_time_to_save() -> None:
     # Where this fails, the process of the tests is gone.
     with StopRequest() as stop:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGUSR1,
+            signal.SIGUSR1,
+            signal.SIGHUP,
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):
             os.kill(os.getpid(), number)
         time.sleep(SAME_INTERRUPT)
         os.kill(os.getpid(), signal.SIGTERM)
