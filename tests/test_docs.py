@@ -53,6 +53,8 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize(("page", "arguments"), list(commands()), ids=str)
 def test_a_command_is_one_that_the_program_takes(page: str, arguments: list[str]) -> None:
     program = arguments[0].removeprefix(".venv/bin/")
+    if program == "deepspeed":  # whose own options test_nodes.py uses
+        program, arguments = "cdrmix", arguments[arguments.index("cdrmix.cli") :]
     if program == "make":
         assert re.search(rf"^{arguments[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), page
     elif program in ("cdrmix", "cdrmix-train"):

@@ -69,6 +69,14 @@ def test_two_machines_train_as_one_with_two_processes(arguments: Arguments, tmp_
     (two,), (one,) = (tmp_path / "two").iterdir(), (tmp_path / "one").iterdir()
     assert main(["compare", str(one), str(two)]) == 0
 
+    launcher = [Path(sys.executable).with_name("deepspeed"), "--num_gpus", "2", "--no_local_rank"]
+    command = [*launcher, "--module", "cdrmix.cli", "train", *arguments(f"run.root={tmp_path / 'deepspeed'}")]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (by_deepspeed,) = (tmp_path / "deepspeed").iterdir()
+    assert main(["compare", str(one), str(by_deepspeed)]) == 0
+
 
 @pytest.mark.slow
 def test_a_killed_process_ends_all_machines_with_one_message_each(
