@@ -135,7 +135,7 @@ def first_digest_difference(path_a: Path, path_b: Path) -> list[str]:
     for step in sorted(steps_a.keys() & steps_b.keys()):
         a, b = steps_a[step], steps_b[step]
         lines = [f"loss: {a.loss!r} and {b.loss!r}"] if str(a.loss) != str(b.loss) else []  # NaN equals itself
-        for what, of_a, of_b in (("gradients", a.state, b.state), ("weights", a.weights, b.weights)):
+        for what, of_a, of_b in (("optimizer state", a.state, b.state), ("weights", a.weights, b.weights)):
             differing = [name for name in of_a if of_a[name] != of_b.get(name)]
             if differing or len(of_a) != len(of_b):
                 first = f", the first is {differing[0]}" if differing else ""

@@ -263,12 +263,16 @@ class RunFolder:
             self._add_fault({"step": step, "message": reason})
             self.say(f"step {step} was skipped: {reason}")
 
-    def record_rollback(self, last: int, step: int, reason: str) -> None:
-        """Appends to faults.jsonl, and says, that the run went back to the checkpoint of `step` after step `last`."""
+    def record_rollback(self, last: int, step: int, rows: range, reason: str) -> None:
+        """Appends to faults.jsonl, and says, that the run went back to the checkpoint of `step` after step `last`.
+
+        rows: those that are passed over, in the order of the run.
+        """
         if self.writes:
-            text = f"went back to step {step}, and passes over the rows of steps {step + 1} to {last}: {reason}"
-            self._add_fault({"step": last, "rollback": step, "message": text})
-            self.say(f"step {last} {text}")
+            text = f"went back from step {last} to step {step}, and passes over rows {rows.start} to {rows.stop - 1}"
+            # The step is the first that is made again: a run that is resumed before it goes back again.
+            self._add_fault({"step": step + 1, "rollback": step, "message": f"{text} of the run's order: {reason}"})
+            self.say(f"{text} of the run's order: {reason}")
 
     def _add_fault(self, fault: Mapping[str, Any]) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -276,11 +280,18 @@ class RunFolder:
         with disk_guard(f"{self.faults}", "Free some space, then continue with --resume auto."):
             write_atomically(self.faults, "".join(json.dumps(each) + "\n" for each in [*kept, {"time": now, **fault}]))
 
-    def drop_records_after(self, step: int) -> None:
-        """Removes steps after `step` from faults.jsonl and digests.jsonl, since a resumed run makes them again."""
+    def drop_records_after(self, step: int, *, resumed: bool = True) -> None:
+        """Removes steps after `step` from faults.jsonl and digests.jsonl, since they are made again.
+
+        resumed: so are the rollbacks after it. False: the run itself goes back, and they stay.
+        """
         for path in (self.faults, self.digests):
             if self.writes and path.exists():
-                kept = [each for each in read_rows(path) if each.get("step", 0) <= step]
+                kept = [
+                    each
+                    for each in read_rows(path)
+                    if each.get("step", 0) <= step or ("rollback" in each and not resumed)
+                ]
                 write_atomically(path, "".join(json.dumps(each) + "\n" for each in kept))
 
     def summary(self) -> dict[str, Any]:

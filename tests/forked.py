@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from cdrmix import plugins
 
 MODULES = ("cdrmix.workflow", "cdrmix.cli_eval", "deepspeed", "torch._dynamo", "matplotlib.figure")
@@ -97,16 +99,20 @@ class Server:
         socket.send_fds(self._socket, [json.dumps(order).encode()], [file])
         while "pid" not in (message := self._receive()):
             self._ended[message["ended"]] = message["status"]
+        self._ended.pop(message["pid"], None)  # of an earlier program with this number
         return Forked(self, message["pid"], file, arguments)
 
     def ended(self) -> dict[int, int]:
         """The exit codes of the programs that ended, by their process id; of a signal its number below zero."""
         self._socket.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
+        try:
             while True:
                 message = self._receive()
                 self._ended[message["ended"]] = message["status"]
-        self._socket.setblocking(True)
+        except BlockingIOError:  # no other has ended
+            pass
+        finally:
+            self._socket.setblocking(True)
         return self._ended
 
     def _receive(self) -> dict[str, Any]:
@@ -179,6 +185,7 @@ def _become(file: int, arguments: list[str], environment: dict[str, str], folder
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    np.random.seed()  # noqa: NPY002 - as in a new process; the module random does so itself
     if environment.get("PYTHONUNBUFFERED"):
         assert isinstance(sys.stdout, io.TextIOWrapper)
         sys.stdout.reconfigure(write_through=True)

@@ -94,6 +94,7 @@ def hyperparameters(values: Values) -> dict[str, Any]:
     if size is None or not isinstance(length, int) or not _positive(length):
         return {}
     steps, rows, micro = (values.get(f"train.{key}") for key in ("steps", "batch_rows", "micro_batch_rows"))
+    parts = values.get("train.micro_batch_parts", 1)  # of micro-batches as they were before
     if any(not _positive(it) for it in (steps, rows) if it is not None):
         return {}
     tokens: float | None = _sizes(values, rows).before(steps) * length if steps and rows else None
@@ -102,9 +103,8 @@ def hyperparameters(values: Values) -> dict[str, Any]:
     if tokens is None or not size.without_embeddings:
         return {}
     if rule == "step-law":
-        rows = rows or round_rows(
-            BATCH * tokens**BATCH_OF_D / length, micro if isinstance(micro, int) and _positive(micro) else 1
-        )
+        counts = [it if isinstance(it, int) and _positive(it) else 1 for it in (micro, parts)]
+        rows = rows or round_rows(BATCH * tokens**BATCH_OF_D / length, math.prod(counts))
     elif rule == "svend":
         row = min(SVEND, key=lambda row: abs(math.log(row.parameters / size.active)))
         rows = rows or row.rows * row.accumulation

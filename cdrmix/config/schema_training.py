@@ -45,5 +45,5 @@ class Skip(Section):
     deviations (1.4826 times the median absolute deviation). After 8 in a row the loss has a new level, and the next 64
     losses are not judged. null: no step is skipped for its loss."""
     rollbacks: NonNegativeInt = 0
-    """How often a run goes back to its newest checkpoint instead, after more than `nonfinite` such steps or 8 spikes in
-    a row. It then trains on the rows after those of the last of these steps. Stage A only."""
+    """How often a run goes back to its newest checkpoint from before them, after more than `nonfinite` such steps or 8
+    spikes in a row. It then trains on the rows after those of the last of these steps. Stage A only."""

@@ -64,9 +64,14 @@ def with_heads(language_model: LanguageModel, config: Model, reasoning: Reasonin
 
 
 def make_phase(
-    name: str, config: Config, tokenizer: TextTokenizer | None, shards: ShardSet | None, world: DistributedContext
+    name: str,
+    config: Config,
+    tokenizer: TextTokenizer | None,
+    shards: ShardSet | None,
+    world: DistributedContext,
+    passed_over: int = 0,
 ) -> Phase:
-    """A phase by its name in `reasoning.phases`, with the data that it replays."""
+    """A phase by its name in `reasoning.phases`, with the data that it replays. passed_over: rows, as of Progress."""
     reasoning = config.reasoning
     assert reasoning is not None
     phases = reasoning.phases
@@ -85,5 +90,6 @@ def make_phase(
     if "text" in replay:
         assert shards is not None
         loader = train_loader(config, shards.train, world.rank, world.size)
+        loader.passed_over = passed_over
     others = [PHASES[other](config, sources) for other in replay if other != "text"]
     return JointPhase(config, name, own, others, loader)

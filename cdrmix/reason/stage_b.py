@@ -98,7 +98,7 @@ def train_stage_b(
     Raises what stage A's `train` raises; CheckpointError for a backbone, or a checkpoint, of other sizes.
     """
     world = join(config)
-    with memory_guard(config):
+    with memory_guard(config, in_rows=False):
         progress, weights, newest = _start(config, run, world)
         for span in spans(config):
             if progress.step >= span.last:
@@ -158,7 +158,7 @@ def _train_phase(
     of_phase = phase_config(config, span.section)
     seed_everything(config.run.seed)  # the same in every process: all build the same weights
     model = build_model(config)
-    phase = make_phase(span.name, config, shards.tokenizer, shards, world)
+    phase = make_phase(span.name, config, shards.tokenizer, shards, world, progress.passed_over)
     freeze(model, phase)
     fresh = {name.removeprefix("language_model."): tensor.clone() for name, tensor in model.state_dict().items()}
     objective = PhaseObjective(phase, model, world, copied=zero_stage(config.train, world.size) == 3)

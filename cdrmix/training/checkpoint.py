@@ -22,6 +22,7 @@ import base64
 import dataclasses
 import json
 import random
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ from cdrmix.inference.checkpoints import (
     OPTIMIZER,
     StoredWeights,
     file_name,
+    list_checkpoints,
     optimizer_files,
     shapes_mismatch,
 )
@@ -49,7 +51,7 @@ from cdrmix.training.checkpoint_writer import WHEN_FULL, CheckpointWriter, Conte
 from cdrmix.training.copies import HostCopies, on_cpu
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.retention import Rules, prune
+from cdrmix.training.retention import LATEST, Rules, prune, set_aside
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,20 @@ class Saver:
         self._run.note(f"checkpoint {self.latest.name}{' (best)' if self._best else ''}")
         self._engine.world.barrier()
         return [self.latest]
+
+    def go_back(self, checkpoint: Path) -> None:
+        """Makes an older checkpoint the newest: those after it have rows and weights that the run will not have again.
+        Every rank calls, while none is being written."""
+        assert self._writer is None
+        self.latest, folder = checkpoint, self._run.checkpoints
+        if self._engine.world.is_main_process:
+            for other in list_checkpoints(folder):
+                if other > checkpoint:
+                    shutil.rmtree(set_aside(other), ignore_errors=True)
+            point(folder, LATEST, checkpoint)
+            if self._mirror is not None:
+                self._mirror.committed(checkpoint)
+        self._engine.world.barrier()
 
     def point_best(self, progress: Progress) -> None:
         """Makes the `best` pointer name the best checkpoint of the progress."""

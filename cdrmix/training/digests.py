@@ -1,8 +1,9 @@
 """Digests of the weights and the optimizer's state after each step, by which `cdrmix compare` finds where runs part.
 
-The digest of a tensor is a sum modulo 2^64 over the words of 64 bits of the flattened tensor: the word, as an integer,
-times a number that its place has. Each process sums up its own elements and all sums are added, so every layout of the
-processes has the same digest, and no tensor is gathered.
+The digest of a tensor is a sum modulo 2^64 over the words of 64 bits of the flattened tensor: the word plus its upper
+half, as integers, times a number that its place has. (A product alone would lose the upper bits of the word, among them
+the sign of a number, where the number of the place is even.) Each process sums up its own elements and all sums are
+added, so every layout of the processes has the same digest, and no tensor is gathered.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from cdrmix.durable import disk_guard
 from cdrmix.training.optimizer_state import Held
 
 WIDTH = 4096  # words in a row of the table that a flattened tensor is cut into
-MOST = 1 << 24  # elements at a time: a copy of them, where they are not aligned, takes 64 MiB of float32
+HALF = (1 << 32) - 1
+MOST = 1 << 24  # elements at a time: each of three copies takes 64 MiB of float32
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ROW = -7046029254386353131  # odd: 0x9e3779b97f4a7c15, 2^64 over the golden ratio
 
@@ -29,8 +31,7 @@ ROW = -7046029254386353131  # odd: 0x9e3779b97f4a7c15, 2^64 over the golden rati
 def digest(part: Tensor, first: int = 0) -> Tensor:
     """The digest of elements of a flattened tensor, an int64 on their device. first: the place of the first of them.
 
-    The number of a word is that of its column plus that of its row. So two reductions read the elements, and no other
-    tensor of their size is made.
+    The number of a word is that of its column plus that of its row, so that two reductions are enough.
     """
     elements, size = part.detach().reshape(-1), 8 // part.element_size()  # in a word
     before = min(-first % size, len(elements))
@@ -41,8 +42,8 @@ def digest(part: Tensor, first: int = 0) -> Tensor:
             total += _single(elements[begin:end], first + begin)
     for begin in range(before, after, MOST):
         some = elements[begin : min(begin + MOST, after)]
-        some = some.clone() if some.storage_offset() % size else some
-        total += _words(some.view(torch.int64), (first + begin) // size)
+        words = (some.clone() if some.storage_offset() % size else some).view(torch.int64)
+        total += _words(words + ((words >> 32) & HALF), (first + begin) // size)
     return total
 
 
@@ -69,7 +70,9 @@ def _single(elements: Tensor, first: int) -> Tensor:
     places = torch.arange(first, first + len(bits), device=bits.device)
     words = places * width // 64
     numbers = _columns(bits.device)[words % WIDTH] + words // WIDTH * ROW
-    return ((bits << (places * width % 64)) * numbers).sum()
+    shifts = places * width % 64
+    upper = torch.where(shifts >= 32, bits << (shifts - 32).clamp_min(0), 0)
+    return (((bits << shifts) + upper) * numbers).sum()
 
 
 @functools.cache

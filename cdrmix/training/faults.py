@@ -18,7 +18,7 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_training import Skip
 from cdrmix.errors import NonFiniteLossError, OutOfMemoryError
-from cdrmix.training.launch import STOP_SIGNALS
+from cdrmix.training.launch import STOP_SIGNALS, fewer_rows, note_exhausted
 
 # The first loss scale of fp16, 2**16, may need 16 halvings until the gradients are finite. Later the scale grows only
 # while they are finite, so one halving is enough. More skipped steps in a row mean a real NaN.
@@ -27,6 +27,7 @@ MAX_CONSECUTIVE_SPIKES = 8  # then the loss has a new level
 RECENT = 128  # losses; a spike is judged from half as many on
 ROBUST = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 NORM = "the gradient norm is not finite"
+SKIPPED = {"nonfinite", "spike"}  # kinds of faults in Progress.consecutive_skips; the third, overflow, is usual in fp16
 WHEN_NOT_FINITE = (
     "--resume auto repeats the same steps from the last checkpoint, so it helps only if the machine was at fault. "
     "With train.skip.nonfinite=3 it skips up to 3 such steps in a row. If more follow, start a new run with a lower "
@@ -89,7 +90,14 @@ class StopRequest:
 
 
 class TooManySkips(Exception):
-    """More steps in a row were skipped than are allowed, and the run may go back to a checkpoint."""
+    """More steps in a row were skipped than are allowed, and the run may go back to a checkpoint.
+
+    harmless: they were spikes, after which the training can go on as well.
+    """
+
+    def __init__(self, message: str, *, harmless: bool) -> None:
+        super().__init__(message)
+        self.harmless = harmless
 
 
 class Skips:
@@ -130,6 +138,11 @@ class Skips:
             return None
         return f"the loss {loss:.6g} is a spike: usual are {usual:.6g} +- {deviation:.2g}"
 
+    @property
+    def skipping(self) -> bool:
+        """Whether the last step was skipped, and not for an overflow of fp16, which is usual."""
+        return SKIPPED & self.consecutive.keys() != set()
+
     def is_overflow(self, reason: str) -> bool:
         """Whether the scale of fp16 may be the cause, which then is lowered."""
         return self._fp16 and reason == NORM
@@ -151,7 +164,9 @@ class Skips:
         self.consecutive[kind] += 1
         limits = {"nonfinite": self._settings.nonfinite, "spike": MAX_CONSECUTIVE_SPIKES - 1}
         if self._goes_back and kind in limits and self.consecutive[kind] > limits[kind]:
-            raise TooManySkips(f"{reason}; {self.consecutive[kind]} steps in a row were skipped")
+            raise TooManySkips(
+                f"{reason}; {self.consecutive[kind]} steps in a row were skipped", harmless=kind == "spike"
+            )
         allowed = max(self._settings.nonfinite, MAX_CONSECUTIVE_SKIPS - 1 if overflow else 0)
         if kind == "spike" or self.consecutive[kind] <= allowed:
             return
@@ -169,8 +184,11 @@ class Skips:
 
 
 @contextmanager
-def memory_guard(config: Config) -> Iterator[None]:
-    """Turns exhausted memory, of the device or host, into OutOfMemoryError that names the keys to change."""
+def memory_guard(config: Config, *, in_rows: bool = True) -> Iterator[None]:
+    """Turns exhausted memory, of the device or host, into OutOfMemoryError that names the keys to change.
+
+    in_rows: the micro-batches have train.micro_batch_rows rows. Then the launcher is told that fewer may help.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -178,11 +196,17 @@ def memory_guard(config: Config) -> Iterator[None]:
         exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text
         if not exhausted:
             raise
-        train = config.train
+        train, continues = config.train, ""
+        if in_rows and train.micro_batch_rows > 1:
+            note_exhausted()
+            rows, parts = fewer_rows(train.micro_batch_rows, train.micro_batch_parts)
+            continues = (
+                f"; this run continues with train.micro_batch_rows={rows} train.micro_batch_parts={parts}, which "
+                "--max-restarts sets"
+            )
         raise OutOfMemoryError(
             "a training step does not fit in memory. Each of these reduces it: "
-            f"train.micro_batch_rows (now {train.micro_batch_rows}; half of them and train.micro_batch_parts="
-            f"{2 * train.micro_batch_parts} continue this run, as --max-restarts does), "
+            f"train.micro_batch_rows (now {train.micro_batch_rows}{continues}), "
             f"train.activation_checkpointing: true (now {str(train.activation_checkpointing).lower()}), "
             f"train.zero_stage: 1, 2 or 3 with several processes (now {train.zero_stage}), "
             f"train.expert_parallel: above 1 with several processes (now {train.expert_parallel}), "

@@ -34,6 +34,7 @@ PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # SIGUSR1: of schedulers that are told so
 CRASHED = "cdrmix: error: a process of the run crashed or was killed"
 RESTARTED = (CdrmixError.exit_code, HangError.exit_code, UNEXPECTED)  # exit codes of what may not happen again
+EXHAUSTED = "exhausted"  # file of the launcher's folder: a micro-batch did not fit in memory
 RUNS = "runs"  # file of the launcher's folder: a line for each run folder, with the hash of its configuration
 
 
@@ -79,12 +80,14 @@ class Nodes:
 
 class Ended(NamedTuple):
     """How the processes ended: the exit code and the message of the first failure here; whether a signal was forwarded
-    to them; the run folders that they noted, by the hash of the configuration."""
+    to them; the run folders that they noted, by the hash of the configuration; whether a micro-batch of stage A was too
+    large for the memory."""
 
     status: int
     message: str
     signalled: bool
     runs: dict[str, Path]
+    exhausted: bool = False
 
 
 def launch(
@@ -108,7 +111,7 @@ def launch(
     for attempt in itertools.count(1):
         started = time.time()
         ended = _attempt(processes, arguments, nodes or Nodes())
-        exhausted = ended.status == OutOfMemoryError.exit_code and rows > 1
+        exhausted = ended.exhausted and ended.status == OutOfMemoryError.exit_code and rows > 1
         if ended.signalled or attempt > restarts or not (exhausted or ended.status in RESTARTED):
             break
         if ended.status == UNEXPECTED and ended.message == before:
@@ -116,8 +119,7 @@ def launch(
         before = ended.message
         changed = ""
         if exhausted:
-            divisor = next(number for number in range(2, rows + 1) if rows % number == 0)
-            rows, parts = rows // divisor, parts * divisor
+            rows, parts = fewer_rows(rows, parts)
             fewer = [f"train.micro_batch_rows={rows}", f"train.micro_batch_parts={parts}"]
             arguments, changed = [*arguments, *fewer], f" with {' '.join(fewer)}"
         print(ended.message, file=sys.stderr)
@@ -127,8 +129,15 @@ def launch(
 
             run = ended.runs[config.hash()]
             arguments = _resuming(arguments, run)
-            RunFolder.open(run).record_fault(ended.status, ended.message, started)
+            message = f"{ended.message}; continued{changed}" if changed else ended.message
+            RunFolder.open(run).record_fault(ended.status, message, started)
     return ended.status, ended.message
+
+
+def fewer_rows(rows: int, parts: int) -> tuple[int, int]:
+    """train.micro_batch_rows and train.micro_batch_parts after rows above 1 are divided by their smallest factor."""
+    divisor = next(number for number in range(2, rows + 1) if rows % number == 0)
+    return rows // divisor, parts * divisor
 
 
 def _resuming(arguments: Sequence[str], run: Path) -> list[str]:
@@ -171,7 +180,8 @@ def _attempt(processes: int, arguments: Sequence[str], nodes: Nodes) -> Ended:
         failure = folder / "failure.json"
         if failure.exists():
             content = json.loads(failure.read_text(encoding="utf-8"))
-            return Ended(int(content["status"]), str(content["message"]), forwarded > 0, runs)
+            exhausted = (folder / EXHAUSTED).exists()
+            return Ended(int(content["status"]), str(content["message"]), forwarded > 0, runs, exhausted)
         if status == 0:
             return Ended(0, "", False, runs)
         if forwarded:
@@ -270,6 +280,12 @@ def note_run(run: Path, config_hash: str) -> None:
     if is_worker():
         with (Path(os.environ[FOLDER]) / RUNS).open("a", encoding="utf-8") as file:
             file.write(f"{config_hash} {run.absolute()}\n")
+
+
+def note_exhausted() -> None:
+    """Tells the launcher of this worker, if there is one, that a micro-batch of stage A did not fit in memory."""
+    if is_worker():
+        (Path(os.environ[FOLDER]) / EXHAUSTED).touch()
 
 
 def lost_peer(error: RuntimeError) -> bool:

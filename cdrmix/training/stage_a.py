@@ -16,7 +16,7 @@ from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader, TrainLoader, train_loader
 from cdrmix.data.pairs import PairLoader
 from cdrmix.data.shards import ShardSet, Split
-from cdrmix.errors import CheckpointError, NonFiniteLossError, VocabularyError
+from cdrmix.errors import CheckpointError, VocabularyError
 from cdrmix.eval.parts import PartScores
 from cdrmix.eval.perplexity import evaluate, loss_model_nats
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint
@@ -41,7 +41,7 @@ from cdrmix.training.console import Console
 from cdrmix.training.digests import DigestFile
 from cdrmix.training.distributed import DistributedContext, join, thread_numbers
 from cdrmix.training.engine import Engine, make_engine
-from cdrmix.training.faults import memory_guard
+from cdrmix.training.faults import SKIPPED, memory_guard
 from cdrmix.training.metrics import StepRecord
 from cdrmix.training.objective import Outcome, StepFacts, StepTotals
 from cdrmix.training.parts import PartedPretraining
@@ -120,13 +120,14 @@ def train(
         ]
         objective = stack.enter_context(make_objective(config, loader, world, reference))
         objective.pass_over(progress.passed_over)
+        saver = Saver(engine, config, run, fingerprints(shards), latest=checkpoint, mirror=mirror)
         trainer = Trainer(
             settings,
             engine,
             objective,
             ThreadChoice(thread_numbers(config, world), run.say),
             progress=progress,
-            saver=Saver(engine, config, run, fingerprints(shards), latest=checkpoint, mirror=mirror),
+            saver=saver,
             validation=(
                 Validation(config, shards, world)
                 if reference is None
@@ -135,15 +136,14 @@ def train(
             callbacks=[*listeners, *callbacks],
             watchdog=make_watchdog(config, run, world),
             on_skip=run.record_skip,
-            go_back=functools.partial(_go_back, engine, config, run, shards, objective),
+            go_back=functools.partial(_go_back, engine, config, run, shards, objective, saver),
             digests=DigestFile(run.digests, engine.trained, writes=run.writes) if config.train.digests else None,
             say=run.say,
         )
         progress = trainer.fit()
     if progress.skipped_steps:
         run.say(f"{progress.skipped_steps} of {settings.steps} steps were skipped")
-    assert trainer.saver is not None
-    final = trainer.saver.latest
+    final = saver.latest
     assert final is not None, "the last step saves a checkpoint"
     speed = progress.tokens / progress.seconds if progress.seconds else 0.0
     return TrainResult(progress.step, progress.loss, progress.valid_bits_per_byte, speed, progress.seconds, final)
@@ -280,10 +280,12 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
     return _load(engine, config, run, shards, checkpoint), checkpoint
 
 
-def _load(engine: Engine, config: Config, run: RunFolder, shards: ShardSet, checkpoint: Path) -> Progress:
+def _load(
+    engine: Engine, config: Config, run: RunFolder, shards: ShardSet, checkpoint: Path, *, resumed: bool = True
+) -> Progress:
     progress = load_checkpoint(engine, checkpoint, config, fingerprints(shards))
     run.drop_metrics_after(progress.step if progress.unvalidated is None else progress.step - 1)
-    run.drop_records_after(progress.step)
+    run.drop_records_after(progress.step, resumed=resumed)
     if engine.world.is_main_process:
         restore_best(run.checkpoints, progress)
     run.say(f"continuing from {checkpoint.name}")
@@ -298,29 +300,30 @@ def _go_back(
     run: RunFolder,
     shards: ShardSet,
     objective: RowObjective,
+    saver: Saver,
     before: Progress,
     last: int,
     reason: str,
-) -> Progress:
-    """Loads the newest checkpoint from before the steps that were skipped, and returns its progress. The next rows are
-    those after the rows of step `last`."""
+) -> Progress | None:
+    """Loads the newest checkpoint from before the steps that were skipped, and returns its progress.
+
+    The next rows are those after the rows of step `last`. None: there is no such checkpoint.
+    """
     checkpoint: Path | None = None
     if engine.world.is_main_process:
         checkpoint = newest_whole_checkpoint(
-            run.checkpoints, run.say, wanted=lambda path: not read_progress(path).consecutive_skips
+            run.checkpoints, run.say, wanted=lambda path: not SKIPPED & read_progress(path).consecutive_skips.keys()
         )
     checkpoint = engine.world.gather(checkpoint)[0]
     if checkpoint is None:
-        raise NonFiniteLossError(
-            f"{reason}. There is no checkpoint from before them to go back to. Start a new run with a lower "
-            "train.checkpoint_every or a higher train.keep_last"
-        )
-    progress = _load(engine, config, run, shards, checkpoint)
+        return None
+    saver.go_back(checkpoint)
+    progress = _load(engine, config, run, shards, checkpoint, resumed=False)
     sizes = config.train.batch_sizes
-    passed_over = before.passed_over + sizes.before(last) - sizes.before(progress.step)
-    objective.pass_over(passed_over)
-    run.record_rollback(last, progress.step, reason)
-    return dataclasses.replace(progress, rollbacks=before.rollbacks + 1, passed_over=passed_over)
+    first, end = (sizes.before(step) + before.passed_over for step in (progress.step, last))
+    objective.pass_over(before.passed_over + end - first)
+    run.record_rollback(last, progress.step, range(first, end), reason)
+    return dataclasses.replace(progress, rollbacks=before.rollbacks + 1, passed_over=before.passed_over + end - first)
 
 
 def _newest(run: RunFolder) -> tuple[Path | None, str]:

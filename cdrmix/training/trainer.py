@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 
 from cdrmix.config.schema import Train
-from cdrmix.errors import Preempted
+from cdrmix.errors import NonFiniteLossError, Preempted
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Progress, Saver
 from cdrmix.training.digests import DigestFile
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.faults import NORM, Skips, StopRequest, TooManySkips
+from cdrmix.training.faults import NORM, WHEN_SKIPPED, Skips, StopRequest, TooManySkips
 from cdrmix.training.metrics import Record, StepRecord
 from cdrmix.training.objective import Objective, StepAccumulator, StepFacts, StepTotals
 from cdrmix.training.schedule import group_rates, learning_rate
@@ -43,7 +43,8 @@ class Trainer:
     never. callbacks: are told of steps, records and checkpoints. threads: chooses the CPU threads. watchdog: ends the
     process if a step hangs. on_skip: is told of a step that train.skip skips, and why. digests: get those of each step.
     go_back: loads a checkpoint after train.skip has skipped too many steps, and returns its progress. It gets the
-    progress before, the last of these steps, and the reason. None: they end the training.
+    progress before, the last of these steps, and the reason; without such a checkpoint it returns None. None: these
+    steps end the training.
     say: prints a line.
     """
 
@@ -62,7 +63,7 @@ class Trainer:
         watchdog: Watchdog | None = None,
         on_skip: Callable[[int, str], None] | None = None,
         digests: DigestFile | None = None,
-        go_back: Callable[[Progress, int, str], Progress] | None = None,
+        go_back: Callable[[Progress, int, str], Progress | None] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.settings, self.engine, self.objective, self.threads = settings, engine, objective, threads
@@ -85,7 +86,7 @@ class Trainer:
                 try:
                     self._step(step, stop)
                 except TooManySkips as fault:
-                    self._roll_back(self.first_step + step + 1, str(fault), stop)
+                    self._roll_back(self.first_step + step + 1, fault, stop)
             if self.engine.world.any(stop.requested):  # it came during the last validation or checkpoint
                 raise Preempted(self._stopped("the last step"))
         return self.progress
@@ -102,15 +103,24 @@ class Trainer:
             goes_back=self._go_back is not None and progress.rollbacks < settings.skip.rollbacks,
         )
 
-    def _roll_back(self, number: int, reason: str, stop: StopRequest) -> None:
+    def _roll_back(self, number: int, fault: TooManySkips, stop: StopRequest) -> None:
         """Goes back to a checkpoint, after which other rows follow than before."""
         assert self._go_back is not None
         assert self.saver is not None
         if self._watchdog is not None:
             self._watchdog.end()
         seconds, skipped = self._clock.stop(), self._skips.total
-        self.saver.finish()
-        progress = self._go_back(self.progress, number, reason)
+        for callback, checkpoint in itertools.product(self.callbacks, self.saver.finish()):
+            callback.on_checkpoint(checkpoint)
+        progress = self._go_back(self.progress, number, str(fault))
+        if progress is None and fault.harmless:
+            self._go_back = None  # as without rollbacks, the step is made again and its loss is the new level
+            self._skips = self._new_skips()
+            return
+        if progress is None:
+            raise NonFiniteLossError(
+                f"{fault}, and there is no checkpoint from before them to go back to. {WHEN_SKIPPED}"
+            )
         self.progress = dataclasses.replace(progress, seconds=seconds, skipped_steps=skipped)
         self._clock.tokens_per_second(self.progress)  # the speed is measured from here on
         self._skips = self._new_skips()
@@ -168,11 +178,13 @@ class Trainer:
             callback.on_step(number)
         if recorded:
             self._record(step, rate, totals, validates, stop)
-        periodic = number % settings.checkpoint_every == 0 or last or totals.stop
+        # While steps are skipped, checkpoints do not push out that from before, to which the run may go back.
+        periodic = (number % settings.checkpoint_every == 0 and not self._skips.skipping) or last or totals.stop
+        due = number % settings.checkpoint_every == 0
         kept = settings.keep_every is not None and number % settings.keep_every == 0
         if self.saver is not None:
             committed = self.saver.finish() if totals.saved else []
-            if periodic or kept or self.progress.best_step == number:
+            if periodic or due or kept or self.progress.best_step == number:
                 committed += self.saver.save(self.progress, periodic=periodic, wait=last or totals.stop)
             for callback, checkpoint in itertools.product(self.callbacks, committed):
                 callback.on_checkpoint(checkpoint)

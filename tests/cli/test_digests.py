@@ -71,7 +71,7 @@ def test_a_gradient_that_differs(
     assert isinstance(names, list)
     assert f"the first step that differs is {STEP}" in told
     assert "loss: " not in told
-    assert f"gradients: 1 of {len(names)} tensors differ, the first is {NAME}" in told
+    assert f"optimizer state: 1 of {len(names)} tensors differ, the first is {NAME}" in told
     assert f"weights: 1 of {len(names)} tensors differ, the first is {NAME}" in told
 
 
@@ -92,7 +92,7 @@ def test_weights_that_differ_where_gradients_do_not(
     assert main(["compare", str(plain), str(changed)]) == 1
     told = capsys.readouterr().out
     assert f"the first step that differs is {STEP}" in told
-    assert "gradients: " not in told
+    assert "optimizer state: " not in told
     assert f"weights: 1 of {len(rows(plain)[0]['parameters'])} tensors differ" in told  # type: ignore[arg-type]
 
 

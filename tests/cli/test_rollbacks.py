@@ -14,6 +14,7 @@ from cdrmix.cli import main
 from cdrmix.data.batch import Batch
 from cdrmix.errors import NonFiniteLossError
 from cdrmix.model.loss import Losses
+from cdrmix.training import faults
 from cdrmix.training.engine import Engine
 
 Arguments = Callable[..., list[str]]
@@ -33,17 +34,18 @@ def train(arguments: Arguments, root: Path, *more: str, **options: Any) -> Path:
 
 
 class Rows:
-    """Notes the rows of each step, and lets some rows have a loss that is NaN."""
+    """Notes the rows of each step, and multiplies the loss of some rows."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[int, ...]] = []
         self.bad: set[tuple[int, ...]] = set()
+        self.factor = float("nan")
         forward = Engine.forward
 
         def noted(engine: Engine, batch: Batch, **options: Any) -> Losses:
             losses, row = forward(engine, batch, **options), tuple(batch.ids_BT.flatten().tolist())
             self.seen.append(row)
-            return losses._replace(total=losses.total * float("nan")) if row in self.bad else losses
+            return losses._replace(total=losses.total * self.factor) if row in self.bad else losses
 
         monkeypatch.setattr(Engine, "forward", noted)
 
@@ -80,11 +82,13 @@ def test_rows_with_nan_are_passed_over(rows: Rows, arguments: Arguments, tmp_pat
     run = train(arguments, tmp_path / "run", "train.skip.rollbacks=2")
     first, second = [0, 1, 2, 3, 4], [5, 6, 7]  # then back to step 2
     assert rows.seen == [plain[step] for step in (*first, *second, *range(8, 14))]
-    faults = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
-    assert (faults[-1]["step"], faults[-1]["rollback"]) == (5, 2)
-    assert faults[-1]["message"] == (
-        "went back to step 2, and passes over the rows of steps 3 to 5: the loss is nan; 2 steps in a row were skipped"
-    )
+    recorded = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
+    assert [(fault["step"], fault["rollback"]) for fault in recorded] == [(3, 2)] * 2
+    assert [fault["message"] for fault in recorded] == [
+        f"went back from step 5 to step 2, and passes over rows {first} to {first + 2} of the run's order: "
+        "the loss is nan; 2 steps in a row were skipped"
+        for first in (2, 5)
+    ]
     assert steps_of(run) == list(range(1, STEPS + 1))
 
     # Broken off between the rollback and the next checkpoint, it goes back again.
@@ -93,6 +97,39 @@ def test_rows_with_nan_are_passed_over(rows: Rows, arguments: Arguments, tmp_pat
     stopped = train(arguments, tmp_path / "stopped", "train.skip.rollbacks=2", resume="auto")
     assert main(["compare", str(run), str(stopped)]) == 0
     assert steps_of(stopped) == steps_of(run)
+
+
+def test_checkpoints_of_the_time_before_are_not_resumed_from(rows: Rows, arguments: Arguments, tmp_path: Path) -> None:
+    """Of steps 4 and 6, which were skipped: the run goes back to step 2 and is broken off before step 6 comes again."""
+    rows.bad = {rows.seen[step] for step in (3, 4, 5, 6)}
+    more = ("train.skip.nonfinite=3", "train.skip.rollbacks=1", "train.keep_last=3", "train.async_checkpoints=true")
+    run = train(arguments, tmp_path / "run", *more)
+    with pytest.raises(KeyboardInterrupt):
+        train(arguments, tmp_path / "stopped", *more, callbacks=[Stop(5)])
+    stopped = train(arguments, tmp_path / "stopped", *more, resume="auto")
+    assert main(["compare", str(run), str(stopped)]) == 0
+    recorded = [json.loads(line) for line in (stopped / "faults.jsonl").read_text().splitlines()]
+    assert [fault["rollback"] for fault in recorded] == [2]
+
+
+@pytest.mark.parametrize(("every", "after"), [(2, [11, 12, 13, 14]), (100, [10, 11])])
+def test_spikes(
+    rows: Rows,
+    arguments: Arguments,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int,
+    after: list[int],
+) -> None:
+    """After three in a row the run goes back to step 8; without a checkpoint the loss has a new level."""
+    monkeypatch.setattr(faults, "RECENT", 8)
+    monkeypatch.setattr(faults, "MAX_CONSECUTIVE_SPIKES", 3)
+    plain, rows.seen, rows.factor = rows.seen, [], 100.0
+    rows.bad = {plain[step] for step in (8, 9, 10)}
+    saved = (f"train.checkpoint_every={every}", f"train.evaluate_every={every}")  # the best is saved too
+    more = ("train.steps=12", *saved, "train.keep_last=1", "train.skip.spike=6")
+    train(arguments, tmp_path / "run", *more, "train.skip.rollbacks=1")
+    assert rows.seen == [plain[step] for step in (*range(11), *after)]
 
 
 def test_more_rollbacks_than_allowed_end_the_run(rows: Rows, arguments: Arguments, tmp_path: Path) -> None:

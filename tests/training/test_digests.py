@@ -17,11 +17,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
 
 
 def defined(tensor: torch.Tensor) -> int:
-    """The sum over words of 64 bits, the last one filled up with zeros."""
+    """The sum over words of 64 bits and their upper halves; the last word is filled up with zeros."""
     data = tensor.view(torch.uint8).numpy().tobytes()
     words = struct.unpack(f"<{-(-len(data) // 8)}Q", data + bytes(-len(data) % 8))
     columns = digests._columns(tensor.device).tolist()
-    return sum(word * (columns[n % WIDTH] + n // WIDTH * ROW) for n, word in enumerate(words)) % 2**64
+    return sum((word + (word >> 32)) * (columns[n % WIDTH] + n // WIDTH * ROW) for n, word in enumerate(words)) % 2**64
 
 
 def values(dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -48,11 +48,23 @@ def test_a_long_tensor_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     assert int(digest(tensor)) % 2**64 == defined(tensor)
 
 
+@pytest.mark.parametrize(("dtype", "integer"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
+def test_every_bit_matters(dtype: torch.dtype, integer: torch.dtype) -> None:
+    """Of each place of two words, and of many words: their numbers are odd or even."""
+    tensor, width = values(dtype, 2 * WIDTH), 8 * dtype.itemsize
+    whole = digest(tensor) >> 32
+    for place in (*range(16), *range(0, 2 * WIDTH, 97)):
+        for bit in range(width):
+            changed = tensor.clone()
+            changed.view(integer)[place] ^= (1 << bit) - (1 << width if bit == width - 1 else 0)
+            assert digest(changed) >> 32 != whole, (place, bit)
+
+
 @given(place=st.integers(0, 3 * WIDTH - 1), other=st.integers(0, 3 * WIDTH - 1))
-def test_the_last_bit_and_the_order_matter(place: int, other: int) -> None:
+def test_signs_and_the_order_matter(place: int, other: int) -> None:
     tensor = values(torch.float32, 3 * WIDTH)
     changed, swapped = tensor.clone(), tensor.clone()
-    changed.view(torch.int32)[place] ^= 1
+    changed[[place, other]] *= -1
     swapped[[place, other]] = swapped[[other, place]]
     assert digest(changed) >> 32 != digest(tensor) >> 32
     assert (digest(swapped) >> 32 == digest(tensor) >> 32) == torch.equal(swapped, tensor)
