@@ -184,13 +184,16 @@ class Skips:
 
 
 @contextmanager
-def memory_guard(config: Config, *, in_rows: bool = True) -> Iterator[None]:
+def memory_guard(config: Config, *, in_rows: bool) -> Iterator[None]:
     """Turns exhausted memory, of the device or host, into OutOfMemoryError that names the keys to change.
 
-    in_rows: the micro-batches have train.micro_batch_rows rows. Then the launcher is told that fewer may help.
+    in_rows: micro-batches of train.micro_batch_rows rows may have taken it. Then the launcher is told that fewer rows
+    may help.
     """
     try:
         yield
+    except OutOfMemoryError:  # of a guard in this one
+        raise
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         text = str(error)
         exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text

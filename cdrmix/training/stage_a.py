@@ -95,7 +95,7 @@ def train(
     """
     settings = config.train
     world = join(config)
-    with memory_guard(config), contextlib.ExitStack() as stack:
+    with memory_guard(config, in_rows=False), contextlib.ExitStack() as stack:
         seed_everything(config.run.seed)  # the same in every process: all build the same weights
         _check_vocabulary(config, shards)
         pairs = config.train.dpo is not None
@@ -140,7 +140,8 @@ def train(
             digests=DigestFile(run.digests, engine.trained, writes=run.writes) if config.train.digests else None,
             say=run.say,
         )
-        progress = trainer.fit()
+        with memory_guard(config, in_rows=True):
+            progress = trainer.fit()
     if progress.skipped_steps:
         run.say(f"{progress.skipped_steps} of {settings.steps} steps were skipped")
     final = saver.latest

@@ -44,8 +44,7 @@ class Trainer:
     process if a step hangs. on_skip: is told of a step that train.skip skips, and why. digests: get those of each step.
     go_back: loads a checkpoint after train.skip has skipped too many steps, and returns its progress. It gets the
     progress before, the last of these steps, and the reason; without such a checkpoint it returns None. None: these
-    steps end the training.
-    say: prints a line.
+    steps end the training. say: prints a line.
     """
 
     def __init__(
@@ -114,7 +113,8 @@ class Trainer:
             callback.on_checkpoint(checkpoint)
         progress = self._go_back(self.progress, number, str(fault))
         if progress is None and fault.harmless:
-            self._go_back = None  # as without rollbacks, the step is made again and its loss is the new level
+            # It goes on as without rollbacks, also when it is resumed: the step is made again and skipped.
+            self.progress = dataclasses.replace(self.progress, rollbacks=self.settings.skip.rollbacks)
             self._skips = self._new_skips()
             return
         if progress is None:

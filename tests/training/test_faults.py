@@ -110,7 +110,7 @@ def test_outside_the_main_thread_it_never_asks_to_stop() -> None:
 
 
 def test_out_of_memory_names_the_keys_that_shrink_the_step(make_config) -> None:
-    with pytest.raises(OutOfMemoryError) as caught, memory_guard(make_config()):
+    with pytest.raises(OutOfMemoryError) as caught, memory_guard(make_config(), in_rows=True):
         torch.empty(2**46, dtype=torch.float32)  # 256 TiB: the allocator refuses, nothing is touched
     for key in (
         "train.micro_batch_rows",
@@ -119,8 +119,18 @@ def test_out_of_memory_names_the_keys_that_shrink_the_step(make_config) -> None:
         "train.expert_parallel",
     ):
         assert key in str(caught.value)
+    fewer = "this run continues with train.micro_batch_rows=4 train.micro_batch_parts=2, which --max-restarts sets"
+    assert fewer in str(caught.value)
     assert caught.value.exit_code == 8
-    with pytest.raises(RuntimeError, match="another"), memory_guard(make_config()):
+    with (
+        pytest.raises(OutOfMemoryError) as outside,
+        memory_guard(make_config(), in_rows=False),
+        memory_guard(make_config("train.micro_batch_rows=1"), in_rows=True),
+    ):
+        torch.empty(2**46, dtype=torch.float32)
+    assert "this run continues with" not in str(outside.value)
+    assert str(outside.value).count("does not fit in memory") == 1
+    with pytest.raises(RuntimeError, match="another"), memory_guard(make_config(), in_rows=True):
         raise RuntimeError("another thing")
 
 
