@@ -178,9 +178,9 @@ class Trainer:
             callback.on_step(number)
         if recorded:
             self._record(step, rate, totals, validates, stop)
-        # While steps are skipped, checkpoints do not push out that from before, to which the run may go back.
-        periodic = (number % settings.checkpoint_every == 0 and not self._skips.skipping) or last or totals.stop
         due = number % settings.checkpoint_every == 0
+        # While steps are skipped, checkpoints do not push out that from before, to which the run may go back.
+        periodic = (due and not (settings.skip.rollbacks and self._skips.skipping)) or last or totals.stop
         kept = settings.keep_every is not None and number % settings.keep_every == 0
         if self.saver is not None:
             committed = self.saver.finish() if totals.saved else []

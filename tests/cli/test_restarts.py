@@ -105,7 +105,7 @@ def test_a_single_row_that_does_not_fit_ends_the_run(
 
     def attempt(processes: int, words: list[str], nodes: object) -> launch.Ended:
         given.append(words)
-        return launch.Ended(OutOfMemoryError.exit_code, "no room", False, {})
+        return launch.Ended(OutOfMemoryError.exit_code, "no room", False, {}, exhausted=True)
 
     monkeypatch.setattr(launch, "_attempt", attempt)
     command = arguments("train.batch_rows=6", "train.micro_batch_rows=6")

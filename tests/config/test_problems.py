@@ -54,7 +54,7 @@ BROKEN = {
         "  steps: 500\n  warmup_stesp: 5",
         """\
         run.yaml:8: train.warmup_stesp: unknown key
-            allowed: in train: steps, batch_rows, micro_batch_rows, learning_rate,*
+            allowed: in train: steps, batch_rows, micro_batch_rows, micro_batch_parts,*
             did you mean train.warmup_steps?""",
     ),
     "unknown section": (

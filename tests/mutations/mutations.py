@@ -91,8 +91,10 @@ MUTATIONS = (
     Mutation(
         "resuming: one step is skipped",
         "cdrmix/training/trainer.py",
-        "for step in range(self.progress.step - self.first_step, self.settings.steps):",
-        "for step in range(self.progress.step - self.first_step + (self.progress.step > 0), self.settings.steps):",
+        "        self._go_back = go_back\n",
+        "        self._go_back = go_back\n"
+        "        more = self.progress.step > first_step\n"
+        "        self.progress = dataclasses.replace(self.progress, step=self.progress.step + more)\n",
         ("tests/training/test_stage_a.py",),
     ),
     Mutation(
