@@ -174,7 +174,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--nproc", type=positive_integer, default=1, metavar="N", help="number of processes on this machine"
     )
-    text = "start the processes again up to N times after one crashed, hung or ran out of memory; they continue the run"
+    text = "start the processes again up to N times after one crashed, was killed, hung or ran out of memory"
     train.add_argument("--max-restarts", type=non_negative_integer, default=0, metavar="N", help=text)
     text = "number of machines; the command is started on each of them, with the same --nproc (default 1)"
     train.add_argument("--nnodes", type=positive_integer, default=1, metavar="N", help=text)

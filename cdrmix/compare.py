@@ -47,7 +47,7 @@ def compare(path_a: Path, path_b: Path) -> Comparison:
         tensors = [tensor for _, weights, _ in pairs for tensor in weights.values()]
         values = sum(tensor.numel() for tensor in tensors)
         return Comparison(True, (f"identical: {len(tensors)} tensors, {values:,} values, step {a.step}",))
-    if parted := first_digest_difference(path_a, path_b):
+    if parted := _first_digest_difference(path_a, path_b):
         lines += parted
     elif step := first_metric_difference(path_a, path_b):
         lines.append(step)
@@ -129,7 +129,7 @@ def _steps(path: Path) -> dict[int, _Step]:
     return found
 
 
-def first_digest_difference(path_a: Path, path_b: Path) -> list[str]:
+def _first_digest_difference(path_a: Path, path_b: Path) -> list[str]:
     """Describes the first step at which the digests of two run folders differ; [] if none does or a run has none."""
     steps_a, steps_b = (_steps(path / "digests.jsonl") for path in (path_a, path_b))
     for step in sorted(steps_a.keys() & steps_b.keys()):

@@ -429,9 +429,9 @@ class Config(Section):
         """SHA-256 (hexadecimal) of all keys except NOT_HASHED. Runs with the same hash have the same results.
 
         So a run can be resumed after it was moved, renamed, or given other logging or disk; or another expert
-        parallelism, ZeRO stage or other MEMORY, which change the rounding at most; or with parts of its micro-batches
-        (train.micro_batch_parts). The origin of a value (inherited,
-        override, autosizer, default) and the order of the keys do not matter.
+        parallelism, ZeRO stage or other MEMORY, which change the rounding at most; or smaller micro-batches
+        (train.micro_batch_parts). The origin of a value (inherited, override, autosizer, default) and the order of the
+        keys do not matter.
         """
         data = self.model_dump(mode="json", exclude=NOT_HASHED)
         data["train"] |= MEMORY

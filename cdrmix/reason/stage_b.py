@@ -35,7 +35,7 @@ from cdrmix.runtime import seed_everything
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Mirroring, Progress, Saver, load_checkpoint, read_progress
 from cdrmix.training.console import PhaseConsole
-from cdrmix.training.digests import DigestFile
+from cdrmix.training.digests import make_digest_file
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import memory_guard
@@ -187,7 +187,7 @@ def _train_phase(
             callbacks=[trackers, screen, *callbacks],
             watchdog=make_watchdog(config, run, world),
             on_skip=run.record_skip,
-            digests=DigestFile(run.digests, engine.trained, writes=run.writes) if config.train.digests else None,
+            digests=make_digest_file(config, run, engine.trained),
             say=run.say,
         ).fit()
     assert saver.latest is not None

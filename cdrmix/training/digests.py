@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard
+from cdrmix.run_folder import RunFolder
 from cdrmix.training.optimizer_state import Held
 
 WIDTH = 4096  # words in a row of the table that a flattened tensor is cut into
@@ -109,8 +111,14 @@ def digests(
     return sums
 
 
+def make_digest_file(config: Config, run: RunFolder, parameters: list[str]) -> DigestFile | None:
+    """The file for the digests of these parameters; None without train.digests."""
+    return DigestFile(run.digests, parameters, writes=run.writes) if config.train.digests else None
+
+
 class DigestFile:
-    """`digests.jsonl` of a run: the names of the parameters, then a line for each step, until other names follow.
+    """Writes digests.jsonl of a run: the names of the parameters, then a line for each step, until other names follow.
+    compare.py reads it.
 
     writes: whether this process is the one that writes.
     """

@@ -1,9 +1,9 @@
 """Starts the processes of one run on this machine by torchrun, forwards signals, and reports the first failure.
 
 There are three levels of processes: the launcher, which the user started; torchrun's agent, in a session of its own;
-and the workers. STOP_SIGNALS reach the launcher only. It forwards each signal once to every worker, also
-to a worker that starts later. Before the first worker has started, it ends the agent. The first worker that fails
-writes its exit code and message to a file, because torchrun exits with 1 for every failure.
+and the workers. STOP_SIGNALS reach the launcher only. It forwards each signal once to every worker, also to a worker
+that starts later. Before the first worker has started, it ends the agent. The first worker that fails writes its exit
+code and message to a file, because torchrun exits with 1 for every failure.
 """
 
 from __future__ import annotations

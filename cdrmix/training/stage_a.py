@@ -38,7 +38,7 @@ from cdrmix.training.checkpoint import (
 )
 from cdrmix.training.compiling import uncompiled
 from cdrmix.training.console import Console
-from cdrmix.training.digests import DigestFile
+from cdrmix.training.digests import make_digest_file
 from cdrmix.training.distributed import DistributedContext, join, thread_numbers
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import SKIPPED, memory_guard
@@ -137,7 +137,7 @@ def train(
             watchdog=make_watchdog(config, run, world),
             on_skip=run.record_skip,
             go_back=functools.partial(_go_back, engine, config, run, shards, objective, saver),
-            digests=DigestFile(run.digests, engine.trained, writes=run.writes) if config.train.digests else None,
+            digests=make_digest_file(config, run, engine.trained),
             say=run.say,
         )
         with memory_guard(config, in_rows=True):

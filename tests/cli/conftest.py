@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -78,6 +80,22 @@ def arguments(toy_text: Path, workspace: Path) -> Callable[..., list[str]]:
 def tiny() -> Path:
     """The configuration that the small ones share."""
     return TINY
+
+
+def install(folder: Path, module: str, entry: str = "toy_plugin") -> dict[str, str]:
+    (folder / "toy_plugin.py").write_text(module)
+    information = folder / "toy_distribution-1.2.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-distribution\nVersion: 1.2\n")
+    (information / "entry_points.txt").write_text(f"[cdrmix.plugins]\ntoy = {entry}\n")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+
+
+@pytest.fixture(scope="session")
+def install_plugin() -> Callable[..., dict[str, str]]:
+    """`install_plugin(folder, module, entry)`: makes a distribution below the folder with the module `toy_plugin` of
+    this text and one entry point. Returns the environment of a process that has it installed."""
+    return install
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import sys
@@ -67,15 +66,11 @@ SECONDS = 300.0  # for a process to do what a test waits for
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that has a distribution with the suites fine, killed, broken and slow."""
-    folder = tmp_path_factory.mktemp("plugin")
-    (folder / "toy_suites.py").write_text(PLUGIN)
-    information = folder / "toy_suites-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-suites\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[cdrmix.plugins]\ntoy = toy_suites\n")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+def environment(
+    tmp_path_factory: pytest.TempPathFactory, install_plugin: Callable[..., dict[str, str]]
+) -> dict[str, str]:
+    """The environment of a process that has a plugin with the suites fine, killed, broken and slow."""
+    return install_plugin(tmp_path_factory.mktemp("plugin"), PLUGIN)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -130,24 +129,16 @@ OVERRIDES = (
 )
 
 
-def install(folder: Path, module: str, entry: str) -> dict[str, str]:
-    """A distribution with one entry point below `folder`; the environment of a process that has it installed."""
-    (folder / "toy_plugin.py").write_text(module)
-    information = folder / "toy_distribution-1.2.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-distribution\nVersion: 1.2\n")
-    (information / "entry_points.txt").write_text(f"[cdrmix.plugins]\ntoy = {entry}\n")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
-
-
 def cdrmix(environment: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "import sys; from cdrmix.cli import main; sys.exit(main())", *options]
     return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.slow
-def test_a_run_uses_the_entries_of_a_plugin(tmp_path: Path, arguments: Callable[..., list[str]]) -> None:
-    environment = install(tmp_path, PLUGIN, "toy_plugin")
+def test_a_run_uses_the_entries_of_a_plugin(
+    tmp_path: Path, arguments: Callable[..., list[str]], install_plugin: Callable[..., dict[str, str]]
+) -> None:
+    environment = install_plugin(tmp_path, PLUGIN)
     runs = tmp_path / "runs"
     done = cdrmix(environment, "train", *arguments(*OVERRIDES, f"run.root={runs}", f"data.cache={tmp_path / 'cache'}"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -180,9 +171,13 @@ def test_a_run_uses_the_entries_of_a_plugin(tmp_path: Path, arguments: Callable[
     ],
 )
 def test_a_name_that_no_plugin_registers_is_refused(
-    tmp_path: Path, arguments: Callable[..., list[str]], override: str, message: str
+    tmp_path: Path,
+    arguments: Callable[..., list[str]],
+    install_plugin: Callable[..., dict[str, str]],
+    override: str,
+    message: str,
 ) -> None:
-    done = cdrmix(install(tmp_path, PLUGIN, "toy_plugin"), "train", *arguments(override))
+    done = cdrmix(install_plugin(tmp_path, PLUGIN), "train", *arguments(override))
     assert done.returncode == ConfigError.exit_code, done.stderr
     assert message in done.stderr
 
@@ -197,8 +192,13 @@ def test_a_name_that_no_plugin_registers_is_refused(
     ],
 )
 def test_a_broken_plugin_is_named(
-    tmp_path: Path, arguments: Callable[..., list[str]], module: str, entry: str, reason: str
+    tmp_path: Path,
+    arguments: Callable[..., list[str]],
+    install_plugin: Callable[..., dict[str, str]],
+    module: str,
+    entry: str,
+    reason: str,
 ) -> None:
-    done = cdrmix(install(tmp_path, module, entry), "validate", *arguments())
+    done = cdrmix(install_plugin(tmp_path, module, entry), "validate", *arguments())
     assert done.returncode == PluginError.exit_code, done.stderr
     assert f"the plugin 'toy' = '{entry}' of the distribution toy-distribution 1.2 {reason}" in done.stderr

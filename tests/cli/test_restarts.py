@@ -73,17 +73,13 @@ Engine.forward = limited
 
 
 @pytest.mark.slow
-def test_a_run_out_of_memory_continues_with_fewer_rows(arguments: Arguments, tmp_path: Path) -> None:
+def test_a_run_out_of_memory_continues_with_fewer_rows(
+    arguments: Arguments, install_plugin: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
     """In the processes, a plugin lets micro-batches of more than one row run out of memory from the fourth step on."""
-    (tmp_path / "small_memory.py").write_text(OUT_OF_MEMORY)
-    information = tmp_path / "small_memory-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: small-memory\nVersion: 1.0\n")
-    (information / "entry_points.txt").write_text("[cdrmix.plugins]\nsmall = small_memory\n")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     rows = ("train.steps=6", "train.batch_rows=4", "train.micro_batch_rows=4", f"run.root={tmp_path / 'runs'}")
     command = ["-m", "cdrmix.cli", "train", "--max-restarts", "2", *arguments(*rows)]
-    status, told = forked.run(command, environment)
+    status, told = forked.run(command, install_plugin(tmp_path, OUT_OF_MEMORY))
     assert status == 0, told
     for attempt, (now, parts) in enumerate([(2, 2), (1, 4)], 1):
         again = f"again ({attempt} of 2) with train.micro_batch_rows={now} train.micro_batch_parts={parts}\n"
