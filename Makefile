@@ -25,7 +25,7 @@ STORMS ?= 60
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
-	@echo 'make test      lint, types and the quick tests, in eight minutes on two cores;  make test-ci  also slow ones;  make test-all  every test'
+	@echo 'make test      lint, types and the quick tests, in eight to twenty minutes on two cores;  make test-ci  also slow ones;  make test-all  every test'
 	@echo 'make gate      of the tests what stage B stands on, in five minutes'
 	@echo 'make storm     kills and resumes STORMS ($(STORMS)) small trainings; each must end with the files of an undisturbed one'
 	@echo 'make mutations  puts errors into copies of the code, one at a time; the quick tests must find each'
