@@ -1,7 +1,8 @@
 """Starts Python programs as copies of one process that has imported the libraries.
 
 Importing PyTorch, its compiler, DeepSpeed and Matplotlib takes ten seconds of processor time, and the tests start some
-hundred programs. Each process that runs tests has a server, which imports once and forks itself for every program.
+hundred programs. Each process that runs tests has a server, which imports once and forks itself for every program. On
+a machine with a GPU every program imports for itself: CUDA does not survive a fork, and DeepSpeed's import asks for GPUs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np
 from cdrmix import plugins
 
 MODULES = ("cdrmix.workflow", "cdrmix.cli_eval", "deepspeed", "torch._dynamo", "matplotlib.figure")
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 MOST = 1 << 20  # bytes of an order: arguments and environment
 
 
@@ -140,7 +142,7 @@ def run(arguments: Sequence[str | Path], environment: Mapping[str, str] | None =
 
 
 def _serve(connection: socket.socket) -> None:
-    for module in MODULES:
+    for module in () if any(map(os.path.exists, GPU_DRIVERS)) else MODULES:
         with contextlib.suppress(ModuleNotFoundError):  # on a bare machine
             importlib.import_module(module)
     received, waker = socket.socketpair()
