@@ -118,6 +118,8 @@ class Engine:
             initial=config.train.loss_scale.initial,
             interval=config.train.loss_scale.interval,
         )
+        for buffer in loss_model.buffers():  # under ZeRO-3 DeepSpeed moves no module to the device
+            buffer.data = buffer.data.to(world.device)
         self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision])
         self.any_threads = any_threads(config, world.device)  # no bit depends on the number of CPU threads
         self.optimizer = make_optimizer(parameter_groups(loss_model, config.train), config.train)
