@@ -2,7 +2,8 @@
 
 Importing PyTorch, its compiler, DeepSpeed and Matplotlib takes ten seconds of processor time, and the tests start some
 hundred programs. Each process that runs tests has a server, which imports once and forks itself for every program. On
-a machine with a GPU every program imports for itself: CUDA does not survive a fork, and DeepSpeed's import asks for GPUs.
+a machine with a GPU every program imports for itself: CUDA does not survive a fork, and DeepSpeed asks for GPUs while
+it is imported.
 """
 
 from __future__ import annotations

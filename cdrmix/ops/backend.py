@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -72,6 +73,7 @@ def backend(x: Tensor) -> str:
     return "cpu" if platform == "cpu" and HAS_NUMBA else "reference"
 
 
+@functools.cache
 def kernels_of(operator: str, implementation: str) -> ModuleType:
     """The module cdrmix.kernels.<operator>.<implementation>, imported on first use.
 

@@ -227,7 +227,7 @@ def _delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     return last_state[:, 0, :V, :K].reshape(*whole, V, K)
 
 
-@operator("cdrmix::plastic_project", eager_gradients=False)
+@operator("cdrmix::plastic_project")
 def _plastic_project(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
     """y [S, R, O] = x w^T + reads b_up^T for x [R, I], w [O, I], b_up [O, r], reads [S, R, r]."""
     kernels = kernels_of("fast_weights", "triton") if backend(x) == "triton" else reference
@@ -241,7 +241,7 @@ def _(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
     return x.new_empty(reads.shape[0], x.shape[0], w.shape[0])
 
 
-@torch.library.custom_op("cdrmix::plastic_project_backward", mutates_args=())
+@operator("cdrmix::plastic_project_backward")
 def _plastic_project_backward(
     dy: Tensor, x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -274,7 +274,7 @@ def _differentiate_project(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 _plastic_project.register_autograd(_differentiate_project, setup_context=_keep_project)
 
 
-@operator("cdrmix::plastic_delta", eager_gradients=False)
+@operator("cdrmix::plastic_delta")
 def _plastic_delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor, save: bool) -> tuple[Tensor, list[Tensor]]:
     """The last state, and what the backward pass needs besides the inputs."""
     with torch.autocast(k.device.type, enabled=False):
@@ -287,7 +287,7 @@ def _(k: Tensor, v: Tensor, beta: Tensor, state: Tensor, save: bool) -> tuple[Te
     return torch.empty_like(state), [k.new_empty(shape) for shape in shapes]
 
 
-@torch.library.custom_op("cdrmix::plastic_delta_backward", mutates_args=())
+@operator("cdrmix::plastic_delta_backward")
 def _plastic_delta_backward(
     dlast: Tensor, k: Tensor, v: Tensor, beta: Tensor, saved: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -237,7 +237,7 @@ def _(
     return torch.empty_like(x_TD), saved
 
 
-@torch.library.custom_op("cdrmix::moe_experts_backward", mutates_args=("up_sum", "down_sum"))
+@operator("cdrmix::moe_experts_backward", mutates=("up_sum", "down_sum"))
 def _moe_experts_backward(
     dy_TD: Tensor,
     x_TD: Tensor,
@@ -384,7 +384,7 @@ def _(x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor) -> Tensor:
     return x_RD.new_empty(len(x_RD), w_EDF.shape[2])
 
 
-@torch.library.custom_op("cdrmix::moe_product_backward", mutates_args=("w_sum",))
+@operator("cdrmix::moe_product_backward", mutates=("w_sum",))
 def _moe_product_backward(
     dy_RF: Tensor, x_RD: Tensor, w_EDF: Tensor, counts_E: Tensor, w_sum: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -164,7 +164,7 @@ def _state_shape(v: Tensor, r: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
     return documents, v.shape[2], v.shape[3], r.shape[3]
 
 
-@operator("cdrmix::wkv7", eager_gradients=False)
+@operator("cdrmix::wkv7")
 def _wkv7(
     r: Tensor,
     log_w: Tensor,

@@ -156,7 +156,7 @@ def _state_shape(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, 
     return documents, v.shape[-2], v.shape[-1], q.shape[-1]
 
 
-@operator("cdrmix::ssd_scan", eager_gradients=False)
+@operator("cdrmix::ssd_scan")
 def _ssd_scan(
     q: Tensor,
     k: Tensor,

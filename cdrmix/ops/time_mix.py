@@ -193,7 +193,7 @@ def _wanted(ctx: Any, gradients: Iterable[Tensor | None]) -> Gradients:
     return tuple(dx if needed else None for dx, needed in zip(gradients, ctx.needs_input_grad, strict=False))
 
 
-@operator("cdrmix::time_mix_streams", eager_gradients=False)
+@operator("cdrmix::time_mix_streams")
 def _streams(x: Tensor, mixes: Tensor, last: Tensor | None, starts: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     wanted = dtype if backend(x) == "triton" else torch.float32
     streams = _kernels(x).time_mix_streams_forward(*_cast((x, mixes, last, starts)), wanted)
@@ -237,7 +237,7 @@ def _differentiate_streams(ctx: Any, dstreams: list[Tensor | None]) -> Gradients
 _streams.register_autograd(_differentiate_streams, setup_context=_keep_streams)
 
 
-@operator("cdrmix::time_mix_keys", eager_gradients=False)
+@operator("cdrmix::time_mix_keys")
 def _keys(
     k: Tensor,
     decay: Tensor,
@@ -344,7 +344,7 @@ def _differentiate_keys(ctx: Any, gradients: list[Tensor | None]) -> Gradients:
 _keys.register_autograd(_differentiate_keys, setup_context=_keep_keys)
 
 
-@operator("cdrmix::time_mix_output", eager_gradients=False)
+@operator("cdrmix::time_mix_output")
 def _output(
     y: Tensor, r: Tensor, k: Tensor, v: Tensor, gate: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:

@@ -121,8 +121,8 @@ def document_span(cu_seqlens, document, length, C: tl.constexpr, per_row):
 def sums(signs, x, operand: tl.constexpr, SUMS: tl.constexpr):
     """signs @ x for signs of 0, 1 and -1.
 
-    x is bfloat16 or float32. With bfloat16 operands a bfloat16 x is exact in one product, and a float32 x is split into
-    two products, which keep 16 bits. With wider operands at least 22 bits are kept.
+    With bfloat16 operands a bfloat16 x is exact in one product, and a float32 x is split into two products, which keep
+    16 bits. With wider operands at least 22 bits are kept of an x of any dtype.
     """
     if operand == tl.bfloat16 and x.dtype == tl.bfloat16:
         total = dot(signs.to(operand), x, SUMS)
@@ -132,7 +132,7 @@ def sums(signs, x, operand: tl.constexpr, SUMS: tl.constexpr):
         signs = signs.to(operand)
         total = dot_add(signs, high, dot(signs, low, SUMS), SUMS)
     else:
-        total = dot(signs, x, SUMS)
+        total = dot(signs, x.to(tl.float32), SUMS)
     return total
 
 
@@ -147,5 +147,5 @@ def sums_t(x, signs, operand: tl.constexpr, SUMS: tl.constexpr):
         signs = signs.to(operand)
         total = dot_add(high, signs, dot(low, signs, SUMS), SUMS)
     else:
-        total = dot(x, signs, SUMS)
+        total = dot(x.to(tl.float32), signs, SUMS)
     return total

@@ -83,7 +83,9 @@ def constants(arch: str, dtype: torch.dtype, sizes: tuple[int, int, int], branch
     """The compile-time arguments for sizes I, O and r."""
     inputs, outputs, rank = sizes
     launch = launch_of(arch, dtype, branched)
-    block = min(max(triton.next_power_of_2(rank), 16), launch.block_k)  # tl.dot needs a depth of at least 16
+    # tl.dot needs a depth of at least 16. With 64, ranks above 32 and widths that are not aligned, Triton 3.6 takes
+    # 245,760 bytes of shared memory for one branch, and an H200 has 232,448.
+    block = min(max(triton.next_power_of_2(rank), 16), launch.block_k, 32)
     shape = {"INPUTS": inputs, "OUTPUTS": outputs, "RANK": rank, "BLOCK_RANK": block, "BRANCHED": branched}
     return shape | tile_constants(launch, arch, dtype)
 

@@ -33,23 +33,24 @@ from cdrmix.kernels.time_mix.triton_kernels import (
 )
 
 HEAD_SIZES = (32, 64, 128)
-STREAM_WIDTH = 128  # channels of a stream program
+STREAM_WIDTHS = {"streams_forward": 128, "streams_backward": 1024}  # the most channels of a program
 UNIT = 32  # D is a multiple of it, so that rows start at multiples of 64 bytes
 
 
 @dataclass(frozen=True)
 class Launch:
-    """elements: of a block, BLOCK tokens times its channels, 8 a thread; steps: blocks that a program loops over."""
+    """elements: of a block, BLOCK tokens times its channels; steps: blocks that a program loops over."""
 
     elements: int
     num_warps: int
     steps: int = 0
 
 
-# The fastest by estimates for an H200 (compiled code) among those that spill no register on Triton 3.6 to 3.9.
+# The fastest by estimates for an H200 (compiled code) among those that spill no register on Triton 3.6 to 3.9. The
+# streams' backward pass: 32 tokens of 1024 channels.
 _USUAL = {
     "streams_forward": Launch(1024, 4),
-    "streams_backward": Launch(2048, 8),
+    "streams_backward": Launch(32 * 1024, 8),
     "keys_forward": Launch(1024, 4),
     "keys_backward": Launch(1024, 4, 3),
     "values_backward": Launch(1024, 4, 4),
@@ -77,10 +78,13 @@ def _count(tokens: int, constants: dict[str, int]) -> int:
     return triton.cdiv(tokens, constants["BLOCK"] * constants.get("STEPS", 1))
 
 
-def _streams_plan(kernel: str, arch: str, *, has_last: bool, has_starts: bool) -> tuple[dict[str, int], dict[str, int]]:
-    constants, options = _plan(kernel, arch, STREAM_WIDTH)
+def _streams_plan(
+    kernel: str, arch: str, width: int, *, has_last: bool, has_starts: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    channels = STREAM_WIDTHS[kernel]
+    constants, options = _plan(kernel, arch, channels)
     flags = {"HAS_LAST": has_last, "HAS_STARTS": has_starts}
-    return {"UNIT": UNIT, "BLOCK_D": STREAM_WIDTH, **constants, **flags}, options
+    return {"UNIT": UNIT, "BLOCK_D": min(channels, triton.next_power_of_2(width)), **constants, **flags}, options
 
 
 def time_mix_streams_forward(
@@ -89,11 +93,11 @@ def time_mix_streams_forward(
     """The six streams [B, T, D] in dtype."""
     batch, length, width = x_BTD.shape
     flags = {"has_last": last_BD is not None, "has_starts": starts_BT is not None}
-    constants, options = _streams_plan("streams_forward", architecture(x_BTD.device), **flags)
+    constants, options = _streams_plan("streams_forward", architecture(x_BTD.device), width, **flags)
     streams = [torch.empty_like(x_BTD, dtype=dtype) for _ in range(6)]
     last = x_BTD if last_BD is None else last_BD
     starts = x_BTD if starts_BT is None else starts_BT.view(torch.int8)
-    grid = (_count(batch * length, constants) * triton.cdiv(width, STREAM_WIDTH),)
+    grid = (_count(batch * length, constants) * triton.cdiv(width, constants["BLOCK_D"]),)
     with on(x_BTD.device):
         time_mix_streams_forward_kernel[grid](
             x_BTD, mixes_6D, last, starts, *streams, batch * length, length, width // UNIT, **constants, **options
@@ -107,7 +111,7 @@ def time_mix_streams_backward(
     """dx [B, T, D], dmixes [6, D], dlast [B, D] (empty where last_BD is None)."""
     batch, length, width = x_BTD.shape
     flags = {"has_last": last_BD is not None, "has_starts": starts_BT is not None}
-    constants, options = _streams_plan("streams_backward", architecture(x_BTD.device), **flags)
+    constants, options = _streams_plan("streams_backward", architecture(x_BTD.device), width, **flags)
     dx = torch.empty_like(x_BTD)
     dlast = x_BTD.new_empty(0) if last_BD is None else torch.empty_like(last_BD)
     last = x_BTD if last_BD is None else last_BD
@@ -115,7 +119,7 @@ def time_mix_streams_backward(
     programs = _count(batch * length, constants)
     partial = x_BTD.new_empty(programs, 6, width, dtype=torch.float32)
     with on(x_BTD.device):
-        time_mix_streams_backward_kernel[(programs * triton.cdiv(width, STREAM_WIDTH),)](
+        time_mix_streams_backward_kernel[(programs * triton.cdiv(width, constants["BLOCK_D"]),)](
             *dstreams, x_BTD, mixes_6D, last, starts, dx, dlast, partial, batch * length, length, width // UNIT,
             **constants, **options,
         )  # fmt: skip
@@ -250,6 +254,7 @@ _KINDS = {
     "starts": "*i8",
     "eps": "fp32",
 }
+WIDTH = 2048  # of what is compiled ahead of time
 _VALUES = ("v", "v_first", "v_gate", "new_v", "dnew_v", "dv", "dv_first", "dv_gate")
 _FLOPS = {  # a token and channel
     time_mix_streams_forward_kernel: 13,
@@ -263,10 +268,11 @@ _FLOPS = {  # a token and channel
 
 
 def _build(kernel: Any, dtype: str, constants: dict[str, int], options: dict[str, int]) -> Build:
-    tokens, width = 8 * 4096, 2048
+    tokens, width = 8 * 4096, WIDTH
     signature = {name: _KINDS.get(name, f"*{dtype}") for name in kernel.arg_names if name not in constants}
     unused = _VALUES if constants.get("HAS_V") is False else ()
     moved = (kind for name, kind in signature.items() if name not in (*_PARAMETERS, *unused))
+    rounds = "BLOCK" if kernel is time_mix_streams_backward_kernel else "STEPS"
     return Build(
         kernel.fn.__name__.removesuffix("_kernel"),
         kernel,
@@ -274,10 +280,10 @@ def _build(kernel: Any, dtype: str, constants: dict[str, int], options: dict[str
         constants,
         num_warps=options["num_warps"],
         num_stages=options["num_stages"],
-        programs=_count(tokens, constants) * triton.cdiv(width, constants.get("K", STREAM_WIDTH)),
+        programs=_count(tokens, constants) * triton.cdiv(width, constants.get("K") or constants["BLOCK_D"]),
         flops=_FLOPS[kernel] * tokens * width,
         bytes=tokens * width * sum({"*bf16": 2, "*fp32": 4}.get(kind, 0) for kind in moved),
-        trips=(constants["STEPS"],) if "STEPS" in constants else (),
+        trips=(constants[rounds],) if rounds in constants else (),
     )
 
 
@@ -295,7 +301,9 @@ def builds(architecture: str) -> list[Build]:
         for pass_name, kernel in streams.items():
             for has_last, has_starts in ((False, False), (False, True), (True, False), (True, True)):
                 flags = {"has_last": has_last, "has_starts": has_starts}
-                found.append(_build(kernel, dtype, *_streams_plan(f"streams_{pass_name}", architecture, **flags)))
+                found.append(
+                    _build(kernel, dtype, *_streams_plan(f"streams_{pass_name}", architecture, WIDTH, **flags))
+                )
         for head_size in HEAD_SIZES:
             for name, kernel in by_head.items():
                 constants, options = _plan(name, architecture, head_size)

@@ -88,15 +88,17 @@ def _write_sum(partial, program, i: tl.constexpr, count: tl.constexpr, width, co
 
 
 @triton.jit
-def _add_gradient(
-    dstream, mixes, partial, program, i: tl.constexpr, width, column, here, inside, after, difference, dx, sent
-):
-    """Adds a stream's part to dx and to the gradients of the tokens' predecessors; writes the sum for its mix."""
-    mix = tl.load(mixes + i * width + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
-    gradient = _read(dstream, here, inside)
-    later = _read(dstream, here + width, after)
-    _write_sum(partial, program, i, 6, width, column, gradient * difference)
-    return dx + (gradient - gradient * mix) + later * mix, sent + gradient * mix
+def _read_mix(mixes, i: tl.constexpr, width, column):
+    return tl.load(mixes + i * width + column, mask=column < width, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _continues(starts, token, tokens, length, HAS_STARTS: tl.constexpr):
+    """Whether x_{t-1} of a token is that of the token before it."""
+    follows = (token < tokens) & (token % length != 0)
+    if HAS_STARTS:
+        follows = follows & (tl.load(starts + token, mask=token < tokens, other=1) == 0)
+    return follows
 
 
 @triton.jit(do_not_specialize=["tokens", "length", "units"])
@@ -106,35 +108,63 @@ def time_mix_streams_backward_kernel(
 ):  # fmt: skip
     """dx [tokens, D], dlast [B, D], and partial sums [programs, 6, D] of dmixes.
 
-    A token's gradient also needs the next token's gradients of the streams. That row is read twice, the second time
-    from the cache.
+    A program goes through its BLOCK tokens from the last to the first. What a token sends to the one before it, and
+    x_{t-1}, stay in registers for the next step, and every thread has its own channels, so no step waits for a
+    reduction. On an H200 a tile of 16 tokens with a reduction for each stream took 7 times as long as its bytes.
     """
     width = units * UNIT
     across = tl.cdiv(width, BLOCK_D)
     program = tl.program_id(0) // across
     column = tl.program_id(0) % across * BLOCK_D + tl.arange(0, BLOCK_D)
-    token = program * BLOCK + tl.arange(0, BLOCK)
-    inside = (token < tokens)[:, None] & (column < width)[None, :]
-    here = token.to(tl.int64)[:, None] * width + column[None, :]
-    follows = (token + 1 < tokens) & ((token + 1) % length != 0)
-    if HAS_STARTS:
-        follows = follows & (tl.load(starts + token + 1, mask=token + 1 < tokens, other=1) == 0)
-    after = follows[:, None] & (column < width)[None, :]
-    gap, begins, started = _difference(
-        x, last, starts, _read(x, here, inside), token, column, inside, tokens, length, width, HAS_LAST, HAS_STARTS
-    )
-    total, sent = tl.zeros([BLOCK, BLOCK_D], tl.float32), tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    total, sent = _add_gradient(d0, mixes, partial, program, 0, width, column, here, inside, after, gap, total, sent)
-    total, sent = _add_gradient(d1, mixes, partial, program, 1, width, column, here, inside, after, gap, total, sent)
-    total, sent = _add_gradient(d2, mixes, partial, program, 2, width, column, here, inside, after, gap, total, sent)
-    total, sent = _add_gradient(d3, mixes, partial, program, 3, width, column, here, inside, after, gap, total, sent)
-    total, sent = _add_gradient(d4, mixes, partial, program, 4, width, column, here, inside, after, gap, total, sent)
-    total, sent = _add_gradient(d5, mixes, partial, program, 5, width, column, here, inside, after, gap, total, sent)
-    tl.store(dx + here, total.to(dx.dtype.element_ty), mask=inside)
-    if HAS_LAST:
-        row = (token // length).to(tl.int64)[:, None] * width + column[None, :]
-        sent = tl.where(started[:, None], 0.0, sent).to(dlast.dtype.element_ty)
-        tl.store(dlast + row, sent, mask=inside & begins[:, None])
+    inside = column < width
+    m0, m1 = _read_mix(mixes, 0, width, column), _read_mix(mixes, 1, width, column)
+    m2, m3 = _read_mix(mixes, 2, width, column), _read_mix(mixes, 3, width, column)
+    m4, m5 = _read_mix(mixes, 4, width, column), _read_mix(mixes, 5, width, column)
+    zero = tl.zeros([BLOCK_D], tl.float32)
+    s0, s1, s2, s3, s4, s5 = zero, zero, zero, zero, zero, zero
+
+    stop = tl.minimum((program + 1) * BLOCK, tokens)
+    here = stop.to(tl.int64) * width + column
+    after = inside & _continues(starts, stop, tokens, length, HAS_STARTS)
+    received = _read(d0, here, after) * m0 + _read(d1, here, after) * m1 + _read(d2, here, after) * m2
+    received += _read(d3, here, after) * m3 + _read(d4, here, after) * m4 + _read(d5, here, after) * m5
+    x_here = _read(x, here - width, inside)
+    for step in range(stop - program * BLOCK):
+        token = stop - 1 - step
+        here = token.to(tl.int64) * width + column
+        g0, g1, g2 = _read(d0, here, inside), _read(d1, here, inside), _read(d2, here, inside)
+        g3, g4, g5 = _read(d3, here, inside), _read(d4, here, inside), _read(d5, here, inside)
+        x_before = _read(x, here - width, inside & (token > 0))
+        follows = _continues(starts, token, tokens, length, HAS_STARTS)
+        before = tl.where(follows, x_before, 0.0)
+        if HAS_LAST:
+            begins = token % length == 0
+            entered = begins
+            if HAS_STARTS:
+                entered = begins & (tl.load(starts + token) == 0)
+            row = (token // length).to(tl.int64) * width + column
+            before += _read(last, row, inside & entered)
+        gap = before - x_here
+        s0 += g0 * gap
+        s1 += g1 * gap
+        s2 += g2 * gap
+        s3 += g3 * gap
+        s4 += g4 * gap
+        s5 += g5 * gap
+        sent = g0 * m0 + g1 * m1 + g2 * m2 + g3 * m3 + g4 * m4 + g5 * m5
+        total = g0 + g1 + g2 + g3 + g4 + g5 - sent + received
+        tl.store(dx + here, total.to(dx.dtype.element_ty), mask=inside)
+        if HAS_LAST:
+            tl.store(dlast + row, tl.where(entered, sent, 0.0).to(dlast.dtype.element_ty), mask=inside & begins)
+        received = tl.where(follows, sent, 0.0)
+        x_here = x_before
+    sums = partial + program.to(tl.int64) * 6 * width + column
+    tl.store(sums, s0, mask=inside)
+    tl.store(sums + width, s1, mask=inside)
+    tl.store(sums + 2 * width, s2, mask=inside)
+    tl.store(sums + 3 * width, s3, mask=inside)
+    tl.store(sums + 4 * width, s4, mask=inside)
+    tl.store(sums + 5 * width, s5, mask=inside)
 
 
 @triton.jit

@@ -95,14 +95,14 @@ def test_the_operators_are_registered_as_pytorch_wants_them(backend: str, monkey
         torch.library.opcheck(torch.ops.cdrmix.plastic_project.default, inputs, test_utils=checks)
         for wanted in ([True] * 4, [False, True, False, True]):
             backward = (torch.randn(branches, 5, 7), x, w, b_up, reads, wanted)
-            torch.library.opcheck(plastic._plastic_project_backward, backward, test_utils=checks)
+            torch.library.opcheck(torch.ops.cdrmix.plastic_project_backward.default, backward, test_utils=checks)
     k, v, beta, state = torch.randn(2, 70, 9), torch.randn(2, 70, 3), torch.rand(2, 70), torch.randn(2, 3, 9)
     tensors = [tensor.clone().requires_grad_() for tensor in (k, v, beta, state)]
     for save in (True, False):
         torch.library.opcheck(torch.ops.cdrmix.plastic_delta.default, (*tensors, save), test_utils=checks)
     _, saved = plastic._plastic_delta(k, v, beta, state, True)
     torch.library.opcheck(
-        plastic._plastic_delta_backward, (torch.randn_like(state), k, v, beta, saved), test_utils=checks
+        torch.ops.cdrmix.plastic_delta_backward.default, (torch.randn_like(state), k, v, beta, saved), test_utils=checks
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cdrmix import ops
 from cdrmix.kernels.rwkv7 import reference
+from cdrmix.kernels.rwkv7.triton_launch import chunk_sizes as shipped_chunk_sizes
 from cdrmix.ops import rwkv7 as recurrence
 
 # Root-mean-square error over the root-mean-square value, against float64. float32 carries 6e-8 an operation, sums of
@@ -124,10 +125,11 @@ class Case:
 
 
 def chunk_sizes(where: str, case: Case) -> tuple[int, ...]:
-    """What can be asked for: on GPUs, chunks of 64 ship for sm_90 where keys and values are at most 64 wide."""
-    wide = max(case.inputs["r"].shape[-1], case.dy.shape[-1]) > 64
-    other = where == "cuda" and torch.cuda.get_device_capability()[0] != 9
-    return (32,) if (wide and where in ("triton", "cuda")) or other else (32, 64)
+    """What can be asked for in float32: in the interpreter chunks of 64 up to widths of 64, on GPUs what ships."""
+    widths = case.inputs["r"].shape[-1], case.dy.shape[-1]
+    if where == "cuda":
+        return shipped_chunk_sizes(torch.float32, *widths) or (32,)  # the reference takes any
+    return (32,) if where == "triton" and max(widths) > 64 else (32, 64)
 
 
 def error(found: Tensor, exact: Tensor) -> float:
