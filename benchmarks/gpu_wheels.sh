@@ -20,8 +20,9 @@ LIMIT=$((64 * 1024 * 1024))
 # What the trainer and its tests import, and what those import.
 TRAINER=(pydantic pydantic_core annotated-types typing-inspection typing_extensions zstandard tokenizers safetensors
     PyYAML rich markdown-it-py mdurl Pygments hjson msgpack einops py-cpuinfo psutil ninja tqdm packaging)
-# What runs the tests. The pytest configuration names pytest-timeout; tests/conftest.py imports Hypothesis.
-TESTS=(pytest iniconfig pluggy pytest-timeout hypothesis sortedcontainers)
+# What runs the tests, in many processes: compiling takes most of their time. The pytest configuration names
+# pytest-timeout; tests/conftest.py imports Hypothesis.
+TESTS=(pytest iniconfig pluggy pytest-timeout pytest-xdist execnet hypothesis sortedcontainers)
 # Peers of the kernels, by exact version where constraints.txt has none; ScatterMoE is in axolotl.
 PEERS=(fla-core rwkv-ops keras namex optree absl-py h5py ml_dtypes liger-kernel==0.8.5 axolotl==0.21.0)
 
