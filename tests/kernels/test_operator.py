@@ -1,6 +1,8 @@
-"""Custom operators: eager calls on a CPU do not use the dispatcher, all others do, and both give the same bits."""
+"""Custom operators: eager calls do not use the dispatcher, all others do, and both give the same bits."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,8 +11,13 @@ from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix import ops
+from cdrmix.ops import moe, routing, rwkv7, time_mix, weights
+from cdrmix.ops.operator import Operator
 
 pytest.importorskip("numba", reason="needs numba, which is not installed")
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def inputs() -> tuple[Tensor, ...]:
@@ -65,3 +72,53 @@ def test_gradients_of_gradients_are_refused_as_by_the_dispatcher() -> None:
     (dx,) = torch.autograd.grad((total * normed).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         torch.autograd.grad(dx.sum(), x)
+
+
+def recurrence(device: str) -> list[Tensor]:
+    """Both passes of an operator that returns two tensors and a list."""
+    generator = torch.Generator().manual_seed(0)
+    r, k, v, b = (torch.randn(1, 40, 2, 32, generator=generator).to(device).requires_grad_() for _ in range(4))
+    y, last = ops.wkv7(r, -r.sigmoid(), k, v, -b, b * 0.5, return_state=True)
+    assert last is not None
+    return [y, last, *torch.autograd.grad([y.sum() + last.sum()], [r, k, v, b])]
+
+
+def streams(device: str) -> list[Tensor]:
+    """Both passes of an operator that returns a list, of which one tensor has no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    x, mixes = torch.randn(2, 5, 32, generator=generator), torch.randn(6, 32, generator=generator)
+    x, mixes = (each.to(device).requires_grad_() for each in (x, mixes))
+    found = ops.time_mix_streams(x, mixes, None, None)
+    return [*found, *torch.autograd.grad(sum(each.square().sum() for each in found[:5]), [x, mixes])]
+
+
+def experts(device: str) -> list[Tensor]:
+    """Both passes of an operator whose backward pass adds to sums that it is given."""
+    generator = torch.Generator().manual_seed(0)
+    x, logits = (torch.randn(9, n, generator=generator).to(device).requires_grad_() for n in (16, 4))
+    w_up, w_down = (torch.randn(4, *n, generator=generator).to(device).requires_grad_() for n in ((16, 8), (8, 16)))
+    with torch.autocast(device, torch.bfloat16):
+        weights.attach((w_up, w_down), torch.bfloat16, add_gradients=True)
+        y = ops.moe_experts(x, w_up, w_down, ops.route_topk(logits, 2), activation="relu2")
+    for _ in range(2):
+        y.square().sum().backward(retain_graph=True)
+    return [y, x.grad, logits.grad, w_up.grad, w_down.grad]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("passes", [recurrence, streams, experts])
+def test_lists_and_changed_arguments_need_no_dispatcher(
+    passes: Callable[[str], list[Tensor]], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Seen() as seen:
+        followed = passes(device)
+    assert any(name.endswith("_backward") for name in seen.names)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the dispatcher was asked")
+
+    for module in (rwkv7, time_mix, moe, routing):
+        for each in vars(module).values():
+            if isinstance(each, Operator):
+                monkeypatch.setattr(each, "_custom", refuse)
+    assert all(map(torch.equal, passes(device), followed))
