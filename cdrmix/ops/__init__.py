@@ -20,6 +20,7 @@ from cdrmix.ops.fast_weights import plastic_commit, plastic_lora
 from cdrmix.ops.linear import linear
 from cdrmix.ops.moe import moe_combine, moe_dispatch, moe_experts, moe_product
 from cdrmix.ops.norm import add_norm
+from cdrmix.ops.router_logits import router_logits
 from cdrmix.ops.routing import route_topk
 from cdrmix.ops.rwkv7 import wkv7, wkv7_step
 from cdrmix.ops.ssd import ssd_scan, ssd_scan_step
@@ -44,6 +45,7 @@ __all__ = [
     "plastic_commit",
     "plastic_lora",
     "route_topk",
+    "router_logits",
     "ssd_scan",
     "ssd_scan_step",
     "time_mix_keys",
@@ -64,6 +66,7 @@ OPS: dict[str, Callable[..., object]] = {
     "time_mix_streams": time_mix_streams,
     "time_mix_keys": time_mix_keys,
     "time_mix_output": time_mix_output,
+    "router_logits": router_logits,
     "route_topk": route_topk,
     "moe_experts": moe_experts,
     "moe_dispatch": moe_dispatch,

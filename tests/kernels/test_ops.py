@@ -57,6 +57,10 @@ def moe(x: Arguments) -> tuple[Tensor, ...]:
     return y, routing.load_balance, routing.z_loss
 
 
+def logits(x: Arguments) -> tuple[Tensor, ...]:
+    return (ops.router_logits(x["x"], x["w"]),)
+
+
 def dispatch(x: Arguments) -> tuple[Tensor, ...]:
     routing = ops.route_topk(x["logits"].detach(), 2, capacity=12)
     return (ops.moe_dispatch(x["x"], routing),)
@@ -155,6 +159,7 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
         output,
         dict.fromkeys("yrkv", HEADS) | {"gate": TOKENS, "r_k": (2, 32), "weight": CHANNELS, "bias": CHANNELS},
     ),
+    "router_logits": (logits, {"x": (40, 48), "w": (5, 48)}),
     "route_topk": (moe, {"x": (40, 16), "gate": (16, 4), "w_up": (4, 16, 24), "w_down": (4, 24, 16)}),
     "moe_experts": (moe, {"x": (7, 16), "gate": (16, 8), "w_up": (8, 16, 24), "w_down": (8, 24, 16)}),
     "moe_dispatch": (dispatch, {"x": (20, 16), "logits": (20, 4)}),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema_layers import FeedForward
-from cdrmix.kernels.common.products import product_of_rows
 from cdrmix.model.sequence import SequenceGroup
 
 
@@ -58,12 +57,10 @@ class Router(nn.Module):
         `route` is a separate method because a module's result must be tensors: DeepSpeed's ZeRO-3 finds them in no
         container but a tuple, and would not gather the weight for the backward pass.
         """
-        with torch.autocast(x_TD.device.type, enabled=False):
+        if self.jitter and self.training:
             x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
-            if self.jitter and self.training:
-                x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
-            # In generation the routes of a token do not depend on the number of tokens.
-            return product_of_rows(x_TD, self.weight.mT.to(x_TD.dtype))
+            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
+        return ops.router_logits(x_TD, self.weight)
 
     def route(self, x_TD: Tensor, keep_T: Tensor | None = None, sequence: SequenceGroup | None = None) -> ops.Routing:
         """Which experts each token of x [T, D] goes to. T may be 0, in expert parallelism.
