@@ -85,9 +85,6 @@ KERNELS: dict[str, tuple[tuple[str, str], ...]] = {
     "time_mix_output": (("time_mix_output_forward", "bf16 K{K} "),),
     "time_mix_output_backward": (("time_mix_output_backward", "bf16 K{K} "),),
 }
-ROUTING = (
-    *("router_logits", "router_logits_backward", "moe_route", "moe_route_backward", "moe_dispatch", "moe_combine"),
-)
 ROUTING_LAUNCHES = {"router_logits_backward": 2, "moe_route": 4, "moe_experts": 4, "moe_experts_backward": 8}
 PARTS = (
     *("experts", "projections", "low-rank products", "loss", "attention", "wkv7", "time-mix", "mamba", "routing"),

@@ -97,7 +97,7 @@ def test_the_operator_is_registered_as_pytorch_asks(backend: str, monkeypatch: p
         torch.library.opcheck(torch.ops.cdrmix.router_logits.default, leaves, test_utils=checks)
         arguments = (dlogits, x.detach(), weight.detach())
         torch.library.opcheck(torch.ops.cdrmix.router_logits_backward.default, arguments, test_utils=checks)
-    compiled = torch.compile(lambda x, weight: ops.router_logits(x, weight), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(ops.router_logits, fullgraph=True, backend="aot_eager")
     x, weight, _ = make(20, 40, 3, torch.bfloat16 if backend == "cpu" else torch.float16, "cpu")
     assert torch.equal(compiled(x, weight), ops.router_logits(x, weight))
 

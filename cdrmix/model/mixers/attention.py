@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
-from cdrmix.model.context import Angles, Context
+from cdrmix.model.context import Context
 from cdrmix.model.layers import linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 from cdrmix.model.sequence import SequenceSlice
@@ -82,13 +82,6 @@ def extended(state: AttentionCache | None, k: Tensor, v: Tensor, *, keep: bool) 
     return AttentionCache(keys, values, buffer)
 
 
-def rotate(x_BTHN: Tensor, angles: Angles) -> Tensor:
-    """x with each pair (i, i + N/2) rotated by its token's angle."""
-    cosine, sine = angles.cosine.to(x_BTHN.dtype), angles.sine.to(x_BTHN.dtype)
-    left, right = x_BTHN.chunk(2, -1)
-    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
-
-
 @MIXERS("attention")
 class Attention(Mixer):
     """Multi-head attention with `kv_heads` key/value heads for `heads` query heads."""
@@ -117,7 +110,7 @@ class Attention(Mixer):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if context.angles is not None:
-            q, k = rotate(q, context.angles), rotate(k, context.angles)
+            q, k = ops.rotate(q, *context.angles), ops.rotate(k, *context.angles)
         after: AttentionCache | RaggedAttentionCache | tuple[AttentionCache, ...] | None
         if context.sequence is not None:
             y, after = self._read_slice(q, k, v, context.sequence), None
