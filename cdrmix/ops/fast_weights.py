@@ -302,10 +302,13 @@ def _(dlast: Tensor, k: Tensor, v: Tensor, beta: Tensor, saved: list[Tensor]) ->
 
 
 def _keep_delta(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:3], *output[1])
 
 
-def _differentiate_delta(ctx: Any, dlast: Tensor, _: object) -> tuple[Tensor | None, ...]:
+def _differentiate_delta(ctx: Any, dlast: Tensor | None, _: object) -> tuple[Tensor | None, ...]:
+    if dlast is None:
+        return (None,) * 5
     k, v, beta, *saved = ctx.saved_tensors
     gradients = _plastic_delta_backward(dlast.contiguous(), k, v, beta, saved)
     wanted = [dx if needed else None for dx, needed in zip(gradients, ctx.needs_input_grad, strict=False)]

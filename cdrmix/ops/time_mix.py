@@ -224,6 +224,7 @@ def _(
 
 
 def _keep_streams(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     *tensors, ctx.dtype = inputs
     ctx.save_for_backward(*tensors)
 
@@ -326,6 +327,7 @@ def _(
 
 
 def _keep_keys(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.set_materialize_grads(False)
     *tensors, ctx.head_size = inputs
     ctx.save_for_backward(*tensors)
 
