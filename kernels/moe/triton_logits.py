@@ -1,10 +1,10 @@
 """The router's logits in Triton: x W^T in float32 for x of any dtype, with few columns, and its gradients.
 
-x [T, D], W float32 [E, D] -> logits float32 [T, E]. The forward pass reads x once; the backward pass reads it once and
-writes dx in its dtype. PyTorch's products need a float32 copy of a bfloat16 x, which is also kept, and multiply without
-tensor cores: with the casts 4.6 ms of a micro-batch of core-1b-12 on an H200 (16,384 tokens, 12 layers), where the
-bytes of these kernels take 0.6 ms. There are no atomics: dW is summed from one row of sums for TOKENS tokens, in order, and no
-token's result depends on its place.
+x [T, D], W float32 [E, D] -> logits float32 [T, E]. The forward pass reads x once; the backward pass reads it once
+and writes dx in its dtype. PyTorch's products need a float32 copy of a bfloat16 x, which is also kept, and multiply
+without tensor cores: with the casts 4.6 ms of a micro-batch of core-1b-12 on an H200 (16,384 tokens, 12 layers),
+where the bytes of these kernels take 0.6 ms. There are no atomics: dW is summed from one row of sums for TOKENS
+tokens, in order, and no token's result depends on its place.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
