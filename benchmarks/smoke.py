@@ -147,6 +147,20 @@ def projection(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
     return leaves, outputs
 
 
+def router(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
+    """The router's float32 product."""
+    leaves = {"x": normal(sizes.tokens, sizes.d_model)}
+    leaves["weight"] = normal(sizes.experts, sizes.d_model).float() * sizes.d_model**-0.5
+    return leaves, lambda x: [ops.router_logits(x["x"], x["weight"])]
+
+
+def rotary(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
+    """Rotary positions."""
+    leaves = {"x": normal(1, sizes.tokens, sizes.heads, sizes.head)}
+    angles = normal(1, sizes.tokens, 1, sizes.head // 2)
+    return leaves, lambda x: [ops.apply_rotary(x["x"], angles.cos(), angles.sin())]
+
+
 def mixture(activation: str, *, trained: bool) -> Callable[[Sizes, Normal], tuple[Leaves, Outputs]]:
     """Routing, experts, dispatch and combination, with this activation; trained: with weights as in the engine."""
 
@@ -220,6 +234,8 @@ def plastic(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
 FAMILIES: dict[str, Callable[[Sizes, Normal], tuple[Leaves, Outputs]]] = {
     "wkv7": recurrence,
     "time_mix": time_mix,
+    "router": router,
+    "rotary": rotary,
     "moe_relu2": mixture("relu2", trained=True),
     "moe_swiglu": mixture("swiglu", trained=False),
     "attention": attention,

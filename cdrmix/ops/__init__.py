@@ -20,7 +20,7 @@ from cdrmix.ops.fast_weights import plastic_commit, plastic_lora
 from cdrmix.ops.linear import linear
 from cdrmix.ops.moe import moe_combine, moe_dispatch, moe_experts, moe_product
 from cdrmix.ops.norm import add_norm
-from cdrmix.ops.rotary import rotate
+from cdrmix.ops.rotary import apply_rotary
 from cdrmix.ops.router_logits import router_logits
 from cdrmix.ops.routing import route_topk
 from cdrmix.ops.rwkv7 import wkv7, wkv7_step
@@ -32,6 +32,7 @@ __all__ = [
     "OPS",
     "Routing",
     "add_norm",
+    "apply_rotary",
     "attention",
     "backend",
     "compute_dtype",
@@ -45,7 +46,6 @@ __all__ = [
     "plastic_chunks",
     "plastic_commit",
     "plastic_lora",
-    "rotate",
     "route_topk",
     "router_logits",
     "ssd_scan",
@@ -61,7 +61,7 @@ __all__ = [
 # Every operator by name: tests and benchmarks run over this table, so that none is left out.
 OPS: dict[str, Callable[..., object]] = {
     "attention": attention,
-    "rotate": rotate,
+    "apply_rotary": apply_rotary,
     "wkv7": wkv7,
     "wkv7_step": wkv7_step,
     "ssd_scan": ssd_scan,

@@ -25,8 +25,8 @@ _EAGER_DEVICES = ("cpu", "cuda")
 class Operator:
     """A custom operator; call it as the original function, with every argument.
 
-    mutates: names of the arguments that it changes. Only without gradients are they changed without the dispatcher,
-    which raises their version; nothing that is saved for a backward pass may be among them.
+    mutates: names of the arguments that it changes. An eager call does not raise their version counters, so none of
+    them may be saved for a backward pass.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], mutates: Sequence[str] = ()) -> None:
@@ -39,27 +39,20 @@ class Operator:
     def register_autograd(self, differentiate: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """As `torch.library`'s: setup_context(ctx, inputs, output), differentiate(ctx, *gradients)."""
         self._custom.register_autograd(differentiate, setup_context=setup_context)
-        function, nested = self._function, self._nested
-        if (
-            self._leading is None
-        ):  # not forward and setup_context apart: PyTorch then inspects the signature, 30 us a call
+        function, leading = self._function, self._leading
 
-            def forward(ctx: Any, *inputs: Any) -> Any:
-                output = function(*inputs)
-                setup_context(ctx, inputs, output)
+        # Not forward and setup_context apart: PyTorch then inspects the signature, 30 us a call.
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = function(*inputs)
+            setup_context(ctx, inputs, output)
+            if leading is None:
                 return output
+            return tuple(output) if leading == 0 else (*output[:leading], *output[leading])
 
-            backward = differentiate
-        else:  # a Function differentiates tensors, and no lists of them
-
-            def forward(ctx: Any, *inputs: Any) -> Any:
-                output = function(*inputs)
-                setup_context(ctx, inputs, output)
-                return tuple(output) if isinstance(output, list) else (*output[:-1], *output[-1])
-
-            def backward(ctx: Any, *gradients: Any) -> Any:
-                arguments = nested(gradients)
-                return differentiate(ctx, arguments) if isinstance(arguments, list) else differentiate(ctx, *arguments)
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            if leading is not None:  # a Function differentiates tensors, and no lists of them
+                gradients = *gradients[:leading], list(gradients[leading:])
+            return differentiate(ctx, *gradients)
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._differentiable = type(function.__name__, (torch.autograd.Function,), members)

@@ -11,7 +11,7 @@ from cdrmix.ops.backend import backend, kernels_of
 from cdrmix.ops.operator import operator
 
 
-def rotate(x_BTHN: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def apply_rotary(x_BTHN: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x with each pair (i, i + N/2) rotated by its token's angle (arXiv 2104.09864), in the dtype of x.
 
     x: [B, T, H, N], N even; cosine and sine of the angles: [B or 1, T, 1, N/2]; any floating-point dtypes. The angles
@@ -22,24 +22,24 @@ def rotate(x_BTHN: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     shapes = [(rows, length, 1, width // 2) for rows in (1, batch)]
     if width % 2 or cosine.shape not in shapes or sine.shape != cosine.shape:
         raise ValueError(
-            f"rotate: x is {list(x_BTHN.shape)}, so cosine and sine must be [1 or {batch}, {length}, 1, {width / 2:g}] "
-            f"with N even; found {list(cosine.shape)} and {list(sine.shape)}"
+            f"apply_rotary: x is {list(x_BTHN.shape)}, so cosine and sine must be "
+            f"[1 or {batch}, {length}, 1, {width / 2:g}] with N even; found {list(cosine.shape)} and {list(sine.shape)}"
         )
     if backend(x_BTHN) == "triton" and x_BTHN.numel() > 0:
-        y_BTHN: Tensor = _rotate(x_BTHN.contiguous(), cosine.detach().contiguous(), sine.detach().contiguous(), 1)
+        y_BTHN: Tensor = _apply_rotary(x_BTHN.contiguous(), cosine.detach().contiguous(), sine.detach().contiguous(), 1)
         return y_BTHN
     cosine, sine = cosine.to(x_BTHN.dtype), sine.to(x_BTHN.dtype)
     left, right = x_BTHN.chunk(2, -1)
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1)
 
 
-@operator("cdrmix::rotate")
-def _rotate(x_BTHN: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
+@operator("cdrmix::apply_rotary")
+def _apply_rotary(x_BTHN: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
     y_BTHN: Tensor = kernels_of("attention", "triton_rotary").rotate(x_BTHN, cosine, sine, sign)
     return y_BTHN
 
 
-@_rotate.register_fake
+@_apply_rotary.register_fake
 def _(x_BTHN: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
     return torch.empty_like(x_BTHN)
 
@@ -51,7 +51,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) 
 
 def _differentiate(ctx: Any, dy_BTHN: Tensor) -> tuple[Tensor | None, ...]:
     cosine, sine = ctx.saved_tensors
-    return _rotate(dy_BTHN.contiguous(), cosine, sine, -ctx.sign), None, None, None
+    return _apply_rotary(dy_BTHN.contiguous(), cosine, sine, -ctx.sign), None, None, None
 
 
-_rotate.register_autograd(_differentiate, setup_context=_keep)
+_apply_rotary.register_autograd(_differentiate, setup_context=_keep)

@@ -11,7 +11,7 @@ from cdrmix.kernels.common.products import product_of_rows
 from cdrmix.ops.backend import backend, kernels_of
 from cdrmix.ops.operator import operator
 
-MAX_EXPERTS = 64  # of the GPU's kernel, whose sums then fit its registers
+MAX_EXPERTS = 64  # the kernel's MOST_EXPERTS: torch.compile traces no import of its module
 
 
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -28,13 +28,17 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
             f"router_logits: x must be [T, D] and the weight [E, D]; found {list(x_TD.shape)} and "
             f"{list(weight_ED.shape)}"
         )
-    served = weight_ED.dtype == torch.float32 and len(weight_ED) <= MAX_EXPERTS and x_TD.numel() > 0
-    if served and backend(x_TD) == "triton":
+    if _has_kernel(x_TD, weight_ED):
         logits_TE: Tensor = _router_logits(x_TD.contiguous(), weight_ED.contiguous())
         return logits_TE
     with torch.autocast(x_TD.device.type, enabled=False):
         x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
         return product_of_rows(x_TD, weight_ED.mT.to(x_TD.dtype))
+
+
+def _has_kernel(x_TD: Tensor, weight_ED: Tensor) -> bool:
+    served = weight_ED.dtype == torch.float32 and len(weight_ED) <= MAX_EXPERTS and x_TD.numel() > 0
+    return served and backend(x_TD) == "triton"
 
 
 @operator("cdrmix::router_logits")

@@ -35,7 +35,7 @@ def _difference(
     x, last, starts, x_tile, token, column, inside, tokens, length, width,
     HAS_LAST: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
-    """x_{t-1} - x_t; which tokens are the first of a row; and which start a document, so that x_{t-1} is zero."""
+    """x_{t-1} - x_t; x_{t-1} is zero where a document starts, and `last` or zero at the first token of a row."""
     begins = token % length == 0
     alone = begins
     if HAS_STARTS:
@@ -48,12 +48,17 @@ def _difference(
     if HAS_LAST:
         row = (token // length).to(tl.int64)[:, None] * width + column[None, :]
         before += _read(last, row, inside & (begins & ~started)[:, None])
-    return before - x_tile, begins, started
+    return before - x_tile
+
+
+@triton.jit
+def _read_mix(mixes, i: tl.constexpr, width, column):
+    return tl.load(mixes + i * width + column, mask=column < width, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _write_stream(stream, mixes, i: tl.constexpr, width, column, here, inside, x_tile, difference):
-    mix = tl.load(mixes + i * width + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    mix = _read_mix(mixes, i, width, column)[None, :]
     tl.store(stream + here, (x_tile + difference * mix).to(stream.dtype.element_ty), mask=inside)
 
 
@@ -70,7 +75,7 @@ def time_mix_streams_forward_kernel(
     inside = (token < tokens)[:, None] & (column < width)[None, :]
     here = token.to(tl.int64)[:, None] * width + column[None, :]
     x_tile = _read(x, here, inside)
-    difference, _, _ = _difference(
+    difference = _difference(
         x, last, starts, x_tile, token, column, inside, tokens, length, width, HAS_LAST, HAS_STARTS
     )
     _write_stream(s0, mixes, 0, width, column, here, inside, x_tile, difference)
@@ -85,11 +90,6 @@ def time_mix_streams_forward_kernel(
 def _write_sum(partial, program, i: tl.constexpr, count: tl.constexpr, width, column, tile):
     """The tile's sum over tokens, as row i of the program's `count` rows of partial."""
     tl.store(partial + (program.to(tl.int64) * count + i) * width + column, tl.sum(tile, 0), mask=column < width)
-
-
-@triton.jit
-def _read_mix(mixes, i: tl.constexpr, width, column):
-    return tl.load(mixes + i * width + column, mask=column < width, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -63,7 +63,7 @@ def logits(x: Arguments) -> tuple[Tensor, ...]:
 
 def rotary(x: Arguments) -> tuple[Tensor, ...]:
     angle = torch.arange(15, device=x["x"].device).view(1, 15, 1, 1) * torch.linspace(1, 0.1, 8, device=x["x"].device)
-    return (ops.rotate(x["x"], angle.cos(), angle.sin()),)
+    return (ops.apply_rotary(x["x"], angle.cos(), angle.sin()),)
 
 
 def dispatch(x: Arguments) -> tuple[Tensor, ...]:
@@ -164,7 +164,7 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
         output,
         dict.fromkeys("yrkv", HEADS) | {"gate": TOKENS, "r_k": (2, 32), "weight": CHANNELS, "bias": CHANNELS},
     ),
-    "rotate": (rotary, {"x": (2, 15, 3, 16)}),
+    "apply_rotary": (rotary, {"x": (2, 15, 3, 16)}),
     "router_logits": (logits, {"x": (40, 48), "w": (5, 48)}),
     "route_topk": (moe, {"x": (40, 16), "gate": (16, 4), "w_up": (4, 16, 24), "w_down": (4, 24, 16)}),
     "moe_experts": (moe, {"x": (7, 16), "gate": (16, 8), "w_up": (8, 16, 24), "w_down": (8, 24, 16)}),

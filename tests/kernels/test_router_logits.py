@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from cdrmix import ops
 from cdrmix.kernels.common import triton_helpers
+from cdrmix.kernels.moe import triton_logits
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 interpreted = pytest.mark.skipif(not triton_helpers.INTERPRETED, reason="TRITON_INTERPRET=0: the kernels need a GPU")
@@ -100,6 +103,10 @@ def test_the_operator_is_registered_as_pytorch_asks(backend: str, monkeypatch: p
     compiled = torch.compile(ops.router_logits, fullgraph=True, backend="aot_eager")
     x, weight, _ = make(20, 40, 3, torch.bfloat16 if backend == "cpu" else torch.float16, "cpu")
     assert torch.equal(compiled(x, weight), ops.router_logits(x, weight))
+
+
+def test_the_operator_knows_how_many_experts_the_kernel_takes() -> None:
+    assert importlib.import_module("cdrmix.ops.router_logits").MAX_EXPERTS == triton_logits.MOST_EXPERTS
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -26,7 +26,7 @@ def test_rotation_depends_on_the_distance_alone() -> None:
         at_query, at_key = (
             rotary_angles(torch.tensor([[position]]), 8, 10000.0, torch.float64) for position in (query_at, key_at)
         )
-        return float((ops.rotate(q, *at_query) * ops.rotate(k, *at_key)).sum())
+        return float((ops.apply_rotary(q, *at_query) * ops.apply_rotary(k, *at_key)).sum())
 
     assert math.isclose(score(9, 4), score(105, 100), abs_tol=1e-12)
     assert not math.isclose(score(9, 4), score(9, 5), abs_tol=1e-3)

@@ -110,7 +110,7 @@ class Attention(Mixer):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if context.angles is not None:
-            q, k = ops.rotate(q, *context.angles), ops.rotate(k, *context.angles)
+            q, k = ops.apply_rotary(q, *context.angles), ops.apply_rotary(k, *context.angles)
         after: AttentionCache | RaggedAttentionCache | tuple[AttentionCache, ...] | None
         if context.sequence is not None:
             y, after = self._read_slice(q, k, v, context.sequence), None
