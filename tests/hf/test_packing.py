@@ -297,15 +297,16 @@ def test_the_time_steps_keep_their_limits() -> None:
 def test_isolation_is_tested_through_the_module_of_an_engine(stage: int) -> None:
     """In a process of its own, for DeepSpeed keeps state. A threshold of 0 shards every weight of the tiny model."""
     code = f"""
-import os, sys
-os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str({29700 + stage}))
+import sys
 sys.path.insert(0, {str(BENCHMARKS)!r})
-import deepspeed, torch
+import torch
 from hf_architectures import tiny
 from transformers import AutoModelForCausalLM
+from cdrmix.config.schema import Config
 from cdrmix.hf import mamba
 from cdrmix.hf.head import Head, probe_head
 from cdrmix.hf.packing import Packing, choose_packing, decoder_of, leak
+from cdrmix.training.distributed import join
 
 class Root(torch.nn.Module):
     def __init__(self, model):
@@ -316,7 +317,8 @@ class Root(torch.nn.Module):
             return self.model(input_ids=ids, use_cache=False).logits
         return decoder_of(self.model)(**arguments)
 
-deepspeed.init_distributed("gloo")
+join(Config.from_yaml({str(BENCHMARKS.parent / "configs" / "cpt-tiny.yaml")!r}))
+import deepspeed
 model = AutoModelForCausalLM.from_config(tiny("nemotron_h"))
 mamba.install(model)
 zero = dict(stage={stage}, stage3_param_persistence_threshold=0)

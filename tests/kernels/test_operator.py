@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import pytest
@@ -14,10 +15,10 @@ from cdrmix import ops
 from cdrmix.ops import moe, routing, rwkv7, time_mix, weights
 from cdrmix.ops.operator import Operator
 
-pytest.importorskip("numba", reason="needs numba, which is not installed")
-
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+needs_numba = pytest.mark.skipif(
+    importlib.util.find_spec("numba") is None, reason="needs numba, which is not installed"
+)
+DEVICES = [pytest.param("cpu", marks=needs_numba), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def inputs() -> tuple[Tensor, ...]:
@@ -46,6 +47,7 @@ class Seen(TorchDispatchMode):
         return operator(*arguments, **(keywords or {}))
 
 
+@needs_numba
 def test_an_eager_call_has_the_bits_of_one_that_is_followed() -> None:
     with Seen() as seen:
         followed = passes()
@@ -53,6 +55,7 @@ def test_an_eager_call_has_the_bits_of_one_that_is_followed() -> None:
     assert all(map(torch.equal, passes(), followed))
 
 
+@needs_numba
 def test_a_profile_names_operators_and_nothing_else_pays_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with profile() as found:
         passes()
@@ -66,6 +69,7 @@ def test_a_profile_names_operators_and_nothing_else_pays_for_it(monkeypatch: pyt
     passes()
 
 
+@needs_numba
 def test_gradients_of_gradients_are_refused_as_by_the_dispatcher() -> None:
     x, y, weight, bias = inputs()
     total, normed = ops.add_norm(x, y, weight, bias, kind="layernorm")
