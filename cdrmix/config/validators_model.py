@@ -124,6 +124,14 @@ def _prediction_weights(weights: list[float] | None, tokens: int) -> Violation |
     return None if weights[0] == 1 else Violation((0,), "1: the weight of the next token")
 
 
+def _prediction_tokens(tokens: int, row_length: int) -> str | None:
+    return f"at most data.row_length={row_length}, or the last depth has no targets" if tokens > row_length else None
+
+
+def _prediction_heads(heads: str, prediction: object) -> str | None:
+    return "drop without model.prediction" if heads == "keep" and prediction is None else None
+
+
 def _prediction_mixer(
     mixer: str,
     kind: str,
@@ -182,6 +190,8 @@ RULES = (
     Rule(("model.depth.part", "model.feed_forward.kind"), _depth_of_feed_forward),
     Rule(("model.depth.part", "reasoning"), _depth_of_mixers),
     Rule(("model.prediction.weights", "model.prediction.tokens"), _prediction_weights),
+    Rule(("model.prediction.tokens", "data.row_length"), _prediction_tokens),
+    Rule(("export.prediction_heads", "model.prediction"), _prediction_heads),
     Rule(
         (
             *("model.prediction.mixer", "model.prediction.kind", "model.d_model", "model.attention.heads"),

@@ -63,6 +63,12 @@ def _weights(weights: object, dpo: object) -> str | None:
     return "null with train.dpo, which has no next tokens" if weights is not None and dpo is not None else None
 
 
+def _normalise(normalise: str, weights: object) -> str | None:
+    if normalise == "sum_of_means" and weights is None:
+        return "mean_of_tokens without data.objectives.weights: then the loss has no parts"
+    return None
+
+
 def _order(order: str, curriculum: list[Any], mixture: str | None) -> str | None:
     if order == "sequential" and (curriculum or mixture is not None):
         return "shuffled with data.curriculum or data.mixture, which draw rows at random"
@@ -103,6 +109,7 @@ RULES = (
     Rule(("data.objectives.cot.begin", "data.objectives.cot.end", "data.objectives.spans"), _cot_begin),
     Rule(("data.objectives.cot.columns", "data.domains", "data.source"), _cot_columns),
     Rule(("data.objectives.weights", "train.dpo"), _weights),
+    Rule(("data.objectives.normalise", "data.objectives.weights"), _normalise),
     Rule(("data.order", "data.curriculum", "data.mixture"), _order),
     Rule(("data.tokenizer.min_frequency", "data.tokenizer.path"), partial(_of_trained, 1)),
     Rule(("data.tokenizer.max_token_length", "data.tokenizer.path"), partial(_of_trained, None)),

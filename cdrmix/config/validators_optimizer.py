@@ -51,6 +51,15 @@ def _groups(groups: Mapping[str, Any]) -> Violation | None:
     return None
 
 
+def _group_head(
+    groups: Mapping[str, Any], tied: bool, kind: str, prediction: Mapping[str, Any] | None
+) -> Violation | None:
+    further_heads = prediction is not None and prediction.get("kind") == "heads"
+    if kind != "cdrmix" or not tied or further_heads or "head" not in groups:
+        return None
+    return Violation(("head",), "no group head with model.tie_embeddings: true; the table is in the group embedding")
+
+
 def _average(average: int, keep_last: int, ema_decay: float | None, model: str, reasoning: object) -> str | None:
     if average > keep_last:
         return f"at most train.keep_last={keep_last}"
@@ -71,5 +80,6 @@ RULES = (
         for key, neutral in OF_WSD.items()
     ),
     Rule(("train.groups",), _groups),
+    Rule(("train.groups", "model.tie_embeddings", "model.kind", "model.prediction"), _group_head),
     Rule(("export.average", "train.keep_last", "train.ema_decay", "model.kind", "reasoning"), _average),
 )

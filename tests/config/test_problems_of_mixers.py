@@ -157,6 +157,27 @@ BROKEN = {
         run.yaml:4: model.prediction.detach: found true (true/false)
             allowed: false, or another model.prediction.kind than shared, which has no parameters""",
     ),
+    "more depths than a row has targets": (
+        "  feed_forward: {hidden: 256}\n",
+        "  feed_forward: {hidden: 256}\n  prediction: {tokens: 9}\ndata: {row_length: 8}\n",
+        """\
+        run.yaml:6: model.prediction.tokens: found 9 (an integer)
+            allowed: at most data.row_length=8, or the last depth has no targets""",
+    ),
+    "depths to keep where there are none": (
+        "train: {",
+        "export: {prediction_heads: keep}\ntrain: {",
+        """\
+        run.yaml:6: export.prediction_heads: found "keep" (a string)
+            allowed: drop without model.prediction""",
+    ),
+    "a rate of the head, which is the embedding": (
+        "train: {",
+        "train: {groups: {head: {rate: 3.0}}, ",
+        """\
+        run.yaml:6: train.groups.head: found a section
+            allowed: no group head with model.tie_embeddings: true; the table is in the group embedding""",
+    ),
 }
 
 

@@ -49,6 +49,12 @@ BROKEN = {
         run.yaml:6: data.objectives.normalise: found "mean" (a string)
             allowed: one of mean_of_tokens or sum_of_means""",
     ),
+    "means of parts where there are no parts": (
+        "data: {objectives: {normalise: sum_of_means}}",
+        """\
+        run.yaml:6: data.objectives.normalise: found "sum_of_means" (a string)
+            allowed: mean_of_tokens without data.objectives.weights: then the loss has no parts""",
+    ),
     "chains without weights": (
         "data: {objectives: {cot: {}}}",
         """\
