@@ -17,6 +17,7 @@ NOT_HASHED: dict[str, Any] = {
         "log_every": True,
         "expert_parallel": True,
         "sequence_parallel": True,
+        "tensor_parallel": True,
         "profile": True,
         "offload_folder": True,
         "hang_timeout": True,

@@ -284,6 +284,10 @@ class Train(Section):
     sequence_parallel: PositiveInt = 1
     """Number of neighbouring processes that share the tokens of each row, for rows too long for one. Must divide the
     number of processes, `data.row_length` and the number of attention heads."""
+    tensor_parallel: PositiveInt = 1
+    """Number of neighbouring processes that divide the heads, channels and ids of every layer, for models too large for
+    one GPU. They should be GPUs of one machine: each layer sums its output over them. Must divide the number of
+    processes, the heads and key/value heads of every mixer, the widths of feed-forwards and the vocabulary."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False

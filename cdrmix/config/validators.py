@@ -17,6 +17,7 @@ from cdrmix.config import (
     validators_model,
     validators_objectives,
     validators_optimizer,
+    validators_parallel,
     validators_reasoning,
     validators_training,
 )
@@ -27,6 +28,7 @@ TOPICS = (
     validators_huggingface,
     validators_model,
     validators_training,
+    validators_parallel,
     validators_optimizer,
     validators_reasoning,
     validators_data,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cdrmix.config.hyperparameters import COUNTING_KEYS, countable
-from cdrmix.config.rule import BUILT_IN, Rule
+from cdrmix.config.rule import Rule
 
 
 def _batch_rows(rows: int, micro: int) -> str | None:
@@ -18,68 +18,6 @@ def _first_rows(first: int, rows: int, micro: int) -> str | None:
     if refused and micro >= rows:
         return f"null, or train.micro_batch_rows below train.batch_rows={rows}; found {micro}"
     return f"a multiple of train.micro_batch_rows={micro} below train.batch_rows={rows}" if refused else None
-
-
-def _expert_parallel(processes: int, experts: int, kind: str) -> str | None:
-    if kind != "moe":
-        return None if processes == 1 else f"1 for model.feed_forward.kind={kind}, which has no experts"
-    return f"must divide model.feed_forward.experts={experts}" if experts % processes else None
-
-
-def _slices(processes: int, row_length: int) -> str | None:
-    return f"must divide data.row_length={row_length}" if row_length % processes else None
-
-
-def _slices_of_convolution(processes: int, row_length: int, width: int, mixers: Mapping[str, list[int]]) -> str | None:
-    least = width - 1  # a slice has the tokens that the next one reads
-    refused = (mixers.get("mamba2") or mixers.get("routing_mamba")) and row_length // processes < least
-    return (
-        f"at most {max(1, row_length // least)}: slices of {least} tokens, for model.mamba.conv_width"
-        if refused
-        else None
-    )
-
-
-def _slices_of_heads(
-    processes: int, heads: int, kv_heads: int, fraction: float, mixers: Mapping[str, list[int]]
-) -> str | None:
-    if not fraction and not mixers.get("attention"):
-        return None
-    if heads % processes:
-        return f"must divide model.attention.heads={heads}"
-    refused = kv_heads % processes and processes % kv_heads
-    return f"a divisor or a multiple of model.attention.kv_heads={kv_heads}" if refused else None
-
-
-def _slices_of_plugins(processes: int, mixers: Mapping[str, list[int]], feed_forward: str) -> str | None:
-    others = [name for name in mixers if name not in BUILT_IN["mixer"]]
-    others += [] if feed_forward in BUILT_IN["feed-forward"] else [feed_forward]
-    if processes == 1 or not others:
-        return None
-    return f"1 with {others[0]} of a plugin, which would take each slice for a whole row"
-
-
-def _whole_rows(
-    processes: int, prediction: object, depth: Mapping[str, Any] | None, drop: bool, reasoning: object, dpo: object
-) -> str | None:
-    if processes == 1:
-        return None
-    reasons = {
-        "model.prediction: its depths read the embeddings of later tokens": prediction is not None,
-        "model.depth.part mixer or both: processes would keep different numbers of tokens": (
-            depth is not None and depth.get("part", "feed_forward") != "feed_forward"
-        ),
-        "model.feed_forward.drop: an expert's capacity is of whole rows": drop,
-        "reasoning: adapters and memories read whole rows": reasoning is not None,
-        "train.dpo: an answer's probability is of whole rows": dpo is not None,
-    }
-    return next((f"1 with {reason}" for reason, refused in reasons.items() if refused), None)
-
-
-def _rollouts(processes: int, *steps: int) -> str | None:
-    if processes > 1 and any(steps):
-        return "1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens"
-    return None
 
 
 def _below_steps(warmup: int, steps: int) -> str | None:
@@ -143,14 +81,6 @@ def _residual_dtype(residual_dtype: str | None, precision: str) -> str | None:
 RULES = (
     Rule(("train.batch_rows", "train.micro_batch_rows"), _batch_rows),
     Rule(("train.batch_warmup.rows", "train.batch_rows", "train.micro_batch_rows"), _first_rows),
-    Rule(("train.expert_parallel", "model.feed_forward.experts", "model.feed_forward.kind"), _expert_parallel),
-    Rule(
-        (
-            "train.expert_parallel",
-            *(f"reasoning.phases.{name}.steps" for name in ("acceptance", "policy", "operations")),
-        ),
-        _rollouts,
-    ),
     *(Rule((key, "model.mixer_layers", "model.feed_forward.kind"), countable) for key in COUNTING_KEYS),
     Rule(("train.warmup_steps", "train.steps"), _below_steps),
     Rule(("train.batch_warmup.steps", "train.steps"), _below_steps),
@@ -162,26 +92,6 @@ RULES = (
             "train.sequence_parallel",
         ),
         _compile,
-    ),
-    Rule(("train.sequence_parallel", "data.row_length"), _slices),
-    Rule(("train.sequence_parallel", "model.mixer_layers", "model.feed_forward.kind"), _slices_of_plugins),
-    Rule(
-        ("train.sequence_parallel", "data.row_length", "model.mamba.conv_width", "model.mixer_layers"),
-        _slices_of_convolution,
-    ),
-    Rule(
-        (
-            *("train.sequence_parallel", "model.attention.heads", "model.attention.kv_heads"),
-            *("model.attention_fraction", "model.mixer_layers"),
-        ),
-        _slices_of_heads,
-    ),
-    Rule(
-        (
-            *("train.sequence_parallel", "model.prediction", "model.depth", "model.feed_forward.drop", "reasoning"),
-            "train.dpo",
-        ),
-        _whole_rows,
     ),
     Rule(("train.compile", "model.depth.part"), _compile_depth),
     Rule(("train.weights", "train.precision", "train.zero_stage"), _weights),

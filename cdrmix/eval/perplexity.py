@@ -96,6 +96,7 @@ def evaluate(
     domain_bytes: Mapping[str, int] | None = None,
     nats: Nats = loss_model_nats,
     together: bool = True,
+    copies: int = 1,
 ) -> Score:
     """Scores held-out batches. Gradients and the training mode of the model do not change.
 
@@ -104,7 +105,7 @@ def evaluate(
         batches (sharded weights are gathered together); each rank gets the score of all rows.
     text_bytes: number of UTF-8 bytes of the targets of all ranks.
     domain_bytes: the same by domain (EvalLoader.domain_bytes), to score each of them; the batches have `domains`.
-    together: False scores the batches of this process alone.
+    together: False scores the batches of this process alone. copies: how many ranks have the same rows.
     Returns the loss in nats per token (float64 sums), its exponential, and bits per byte. The nats of the domains sum
     to the nats of all rows. A batch of several domains costs one forward pass for each of them, other batches cost one.
     Raises ValueError if there is nothing to predict.
@@ -123,6 +124,7 @@ def evaluate(
     if together and dist.is_initialized():
         for each in (sums, *by_domain.values()):
             dist.all_reduce(each)
+            each /= copies
     tokens = float(sums[1])
     if tokens == 0 or text_bytes <= 0:
         raise ValueError(f"there is nothing to evaluate: {tokens:.0f} predicted tokens, {text_bytes} bytes of text")

@@ -101,7 +101,8 @@ def validate_infrastructure(config: Config, folder: Path, say: Callable[[str], N
         CorpusError, ShardError, DiskFullError, Preempted: as the training does.
     """
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as name:
-        alone = config.train.model_copy(update={"expert_parallel": 1, "sequence_parallel": 1})
+        parallel = ("expert_parallel", "sequence_parallel", "tensor_parallel")
+        alone = config.train.model_copy(update=dict.fromkeys(parallel, 1))
         subject = _Subject(config.model_copy(update={"train": alone}), Path(name), say)
         results: list[Check] = []
         for title, check in CHECKS.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.kernels.common.products import set_num_threads
+from cdrmix.model.tensor_parallel import Cut, Divisible
 
 ParameterKind = Literal[
     "projection", "expert", "embedding", "head", "low_rank", "router", "convolution", "decay_bias", "vector"
@@ -68,7 +69,7 @@ class AddNorm(nn.Module):
         return ops.add_norm(x, y, self.weight, self.bias, eps=self.eps, kind=self.kind, dtype=dtype)
 
 
-class TokenEmbedding(nn.Module):
+class TokenEmbedding(Divisible):
     """The table of token vectors; its `weight`, [V, D], is also used as output head, tied or separate."""
 
     def __init__(self, vocab_size: int, d_model: int, std: float) -> None:
@@ -76,8 +77,18 @@ class TokenEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         nn.init.normal_(self.weight, std=std)
 
+    def cuts(self) -> Mapping[str, Cut]:
+        """Ids."""
+        return {"weight": Cut(0)}
+
     def forward(self, ids_BT: Tensor) -> Tensor:
-        return functional.embedding(ids_BT, self.weight)
+        if self.tensor is None:
+            return functional.embedding(ids_BT, self.weight)
+        rows = len(self.weight)
+        ids_BT = ids_BT - self.tensor.rank * rows
+        mine_BT = (ids_BT >= 0) & (ids_BT < rows)
+        found_BTD = functional.embedding(ids_BT.clamp(0, rows - 1), self.weight)
+        return self.summed(torch.where(mine_BT.unsqueeze(-1), found_BTD, 0.0))
 
 
 def uniform_(weight: Tensor, scale: float) -> None:

@@ -13,6 +13,7 @@ from cdrmix.model.depth import DepthStats
 from cdrmix.model.language_model import LanguageModel, RouterStats
 from cdrmix.model.prediction import Depths, PredictionSums, prediction_sums
 from cdrmix.model.sequence import SequenceGroup
+from cdrmix.model.tensor_parallel import cross_entropy
 
 
 class Losses(NamedTuple):
@@ -129,6 +130,9 @@ class LossModel(LossModule):
 
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
         targets = targets_R.expand(weights_R.shape)
+        tensor = self.language_model.embedding.tensor
+        if tensor is not None:
+            return cross_entropy(hidden_RD, self.language_model.head_weight, targets, weights_R, tensor)
         return ops.linear_cross_entropy(hidden_RD, self.language_model.head_weight, targets, weights=weights_R)
 
     def _prediction_sums(

@@ -51,7 +51,8 @@ class MemoryPlan:
 
 def micro_batches(train: Train, processes: int) -> int:
     """Micro-batches of a process in a step; at least 1, also for numbers of processes that cannot divide the step."""
-    return max(1, train.batch_rows * train.sequence_parallel // (train.micro_batch_rows * processes))
+    together = train.sequence_parallel * train.tensor_parallel  # processes that have the same rows
+    return max(1, train.batch_rows * together // (train.micro_batch_rows * processes))
 
 
 def lasting_state(

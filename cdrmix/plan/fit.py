@@ -235,8 +235,8 @@ class _Search:
         step has too few rows for twice the processes, the rows of a micro-batch are reduced too.
         """
         train, processes = self.config.train, self.processes
-        # Rows of which every step has a multiple; with sequence parallelism several processes have the same ones.
-        shared = train.batch_sizes.unit * train.sequence_parallel
+        # Rows of which every step has a multiple; with sequence and tensor parallelism several processes have the same.
+        shared = train.batch_sizes.unit * train.sequence_parallel * train.tensor_parallel
         counts = [
             processes << shift for shift in range(MAX_PROCESSES.bit_length()) if processes << shift <= MAX_PROCESSES
         ]

@@ -23,7 +23,7 @@ from cdrmix.plan.components import (
 )
 from cdrmix.plan.foreign_memory import foreign_memory_of
 from cdrmix.plan.optimizer import optimizer_size
-from cdrmix.plan.parameters import count_parameters
+from cdrmix.plan.parameters import count_parameters, divided_parameters
 from cdrmix.plan.trace import trace
 from cdrmix.training.deepspeed_config import BUCKET, MOST_LIVE
 from cdrmix.training.reduction import IN_FLIGHT
@@ -38,9 +38,12 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     stage = zero_stage(train, processes)
     stored = count_parameters(config.cdrmix_model)
     experts = stored.stored["experts"] if "routing_mamba" not in config.cdrmix_model.mixers else 0
-    here = stored.total_stored - experts + experts // train.expert_parallel
+    divided = divided_parameters(config.cdrmix_model) if train.tensor_parallel > 1 else 0
+    divided -= divided // train.tensor_parallel
+    here = stored.total_stored - experts + experts // train.expert_parallel - divided
     everywhere = stored.total_stored
-    shared = -(-everywhere // processes)  # the part of a process of the state that ZeRO partitions
+    # The part of a process of the state that ZeRO partitions.
+    shared = -(-(everywhere - divided) * train.tensor_parallel // processes)
     accumulation = micro_batches(train, processes)
     step = trace(config, platform, zero_stage=stage, accumulation=accumulation)
 

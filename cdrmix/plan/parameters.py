@@ -13,6 +13,7 @@ from cdrmix.model.block import Block
 from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, DenseFeedForward, MoeFeedForward, SkippingFeedForward
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.plan.foreign import foreign_size
+from cdrmix.training.tensor_groups import cuts_of
 from cdrmix.units import amount
 
 PARTS = (
@@ -44,6 +45,14 @@ class ParameterCount:
     @property
     def total_active(self) -> int:
         return sum(self.active.values())
+
+
+def divided_parameters(config: Model) -> int:
+    """The number of parameters that tensor parallelism divides, all shares together."""
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    cuts = cuts_of(model)
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if name in cuts)
 
 
 def count_of(config: Config) -> ParameterCount:

@@ -27,6 +27,7 @@ from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.prediction import Depths
 from cdrmix.model.sequence import SequenceGroup
+from cdrmix.model.tensor_parallel import TensorGroup, divide
 from cdrmix.ops import weights as compute_weights
 from cdrmix.ops.backend import Platform, assume_platform
 from cdrmix.plan.workspace import workspace
@@ -131,6 +132,7 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
         train.activation_checkpointing,
         narrow_residual(config),
         train.sequence_parallel,
+        train.tensor_parallel,
         platform,
         zero_stage >= 2 or accumulation > 1,
         zero_stage,
@@ -166,6 +168,7 @@ class _TraceInput:
     checkpointing: bool
     narrow_residual: bool
     sequence_parallel: int
+    tensor_parallel: int
     platform: Platform
     gradients_pass: bool  # gradients are added to existing ones or partitioned, so they are freed at once
     zero_stage: int
@@ -226,6 +229,8 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
             ),
             _Slices(None, processes - 1, processes) if processes > 1 else None,
         )
+    if traced.tensor_parallel > 1:
+        divide(model, _Shares(None, 0, traced.tensor_parallel))
     dtype = AUTOCAST[traced.precision]
     with assume_platform(traced.platform), FakeTensorMode():
         make_fake(model)
@@ -275,6 +280,16 @@ class _Slices(SequenceGroup):
 
     def total(self, x: Tensor) -> Tensor:
         return x.detach().clone()
+
+
+@dataclass(frozen=True)
+class _Shares(TensorGroup):
+    """A group whose other processes are not there."""
+
+    group: None  # type: ignore[assignment]
+
+    def reduce_(self, x: Tensor, operation: Any = None) -> Tensor:
+        return x
 
 
 def drop_gradient(parameter: Tensor) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
+from torch import nn
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.sequence import SequenceGroup
+from cdrmix.model.tensor_parallel import TensorGroup, divide
 from cdrmix.training.compiling import compile_blocks
 from cdrmix.training.distributed import TIMEOUT
 from cdrmix.training.expert_parallel import expert_layer
@@ -21,7 +25,8 @@ def narrow_residual(config: Config) -> bool:
 
 
 def build_loss_model(config: Config) -> LossModel:
-    """The model with its loss, with this process's experts, and under ZeRO-3 its partitions of all weights.
+    """The model with its loss, with this process's experts and its share of the weights of tensor parallelism, and
+    under ZeRO-3 its partitions of all weights.
 
     Weights are drawn from torch's global generator.
     """
@@ -30,11 +35,37 @@ def build_loss_model(config: Config) -> LossModel:
         activation_checkpointing=config.train.activation_checkpointing,
         experts=expert_layer(config),
         narrow_residual=narrow_residual(config),
-        partition=partitioner(config),
+        partition=_partition(config),
     )
     if config.train.compile:
         compile_blocks(model)
     return LossModel(model, sequence_group(config))
+
+
+def _partition(config: Config) -> Callable[[nn.Module], None] | None:
+    """What each part of a model becomes as soon as it is made; None: it stays whole."""
+    group, partition = tensor_group(config), partitioner(config)
+    if group is None:
+        return partition
+
+    def share(part: nn.Module) -> None:
+        divide(part, group)
+        if partition is not None:
+            partition(part)
+
+    return share
+
+
+def tensor_group(config: Config) -> TensorGroup | None:
+    """The processes that divide every layer with this one; None with train.tensor_parallel 1. Every process calls."""
+    size = config.train.tensor_parallel
+    if size == 1:
+        return None
+    if not dist.is_initialized() or dist.get_world_size() % size:
+        raise ConfigError(f"train.tensor_parallel: {size} needs a multiple of as many processes (--nproc)")
+    group, _ = dist.new_subgroups(size, timeout=TIMEOUT)
+    assert group is not None
+    return TensorGroup(group, dist.get_rank(group), size)
 
 
 def sequence_group(config: Config) -> SequenceGroup | None:

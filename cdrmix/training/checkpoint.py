@@ -300,7 +300,7 @@ def _progress(state: dict[str, Any]) -> Progress:
 
 def differences(checkpoint: Path, engine: Engine) -> list[str]:
     """Differences from the processes that wrote a checkpoint, as far as they change the rounding."""
-    state = {"expert_parallel": 1, "sequence_parallel": 1} | json.loads(
+    state = {"expert_parallel": 1, "sequence_parallel": 1, "tensor_parallel": 1} | json.loads(
         (checkpoint / "state.json").read_text(encoding="utf-8")
     )
     now = _layout(engine)
@@ -312,6 +312,7 @@ def differences(checkpoint: Path, engine: Engine) -> list[str]:
 def _layout(engine: Engine) -> dict[str, int]:
     layout = {"processes": engine.world.size, "zero_stage": engine.stage, "expert_parallel": engine.expert_parallel}
     layout |= {"sequence_parallel": engine.world.sequence_parallel, "micro_batch_rows": engine.micro_batch_rows}
+    layout |= {"tensor_parallel": engine.world.tensor_parallel}
     return layout if engine.any_threads else layout | {"threads": torch.get_num_threads()}
 
 

@@ -41,7 +41,8 @@ def digest(part: Tensor, first: int = 0) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for begin, end in ((0, before), (after, len(elements))):  # in words of which others have the rest
         if begin < end:
-            total += _single(elements[begin:end], first + begin)
+            places = torch.arange(first + begin, first + end, device=part.device)
+            total += scattered_digest(elements[begin:end], places)
     for begin in range(before, after, MOST):
         some = elements[begin : min(begin + MOST, after)]
         words = (some.clone() if some.storage_offset() % size else some).view(torch.int64)
@@ -65,11 +66,11 @@ def _words(words: Tensor, first: int) -> Tensor:
     return total
 
 
-def _single(elements: Tensor, first: int) -> Tensor:
+def scattered_digest(elements: Tensor, places: Tensor) -> Tensor:
+    """`digest` of elements anywhere in a flattened tensor. places: int64 of the shape of the elements."""
     width = 8 * elements.element_size()
     bits = elements.view(INTEGERS[elements.element_size()]).to(torch.int64)
     bits = bits if width == 64 else bits & ((1 << width) - 1)
-    places = torch.arange(first, first + len(bits), device=bits.device)
     words = places * width // 64
     numbers = _columns(bits.device)[words % WIDTH] + words // WIDTH * ROW
     shifts = places * width % 64
@@ -103,12 +104,18 @@ def digests(
     numbers = {name: number for number, name in enumerate(names)}
     sums = torch.zeros(2, len(numbers), dtype=torch.int64, device=device)
     for each in held:
-        elements = slice(each.start, each.start + each.end - each.first)
+        places = each.places(each.tensor.device)
         tensors = [(key, value) for key, value in optimizer.state.get(each.tensor, {}).items() if value.dim() > 0]
         for factor, (_, value) in enumerate(sorted(tensors, key=lambda one: one[0]), 1):
-            sums[0, numbers[each.name]] += factor * digest(value.reshape(-1)[elements], each.first).to(device)
-        sums[1, numbers[each.name]] += digest(each.tensor.reshape(-1)[elements], each.first).to(device)
+            sums[0, numbers[each.name]] += factor * _of(each, value, places).to(device)
+        sums[1, numbers[each.name]] += _of(each, each.tensor, places).to(device)
     return sums
+
+
+def _of(held: Held, tensor: Tensor, places: Tensor | None) -> Tensor:
+    """The digest of the elements in one of their tensors, the parameter or a part of its state."""
+    part = tensor.detach().reshape(-1)[held.start : held.start + held.end - held.first]
+    return digest(part, held.first) if places is None else scattered_digest(part, places)
 
 
 def make_digest_file(config: Config, run: RunFolder, parameters: list[str]) -> DigestFile | None:

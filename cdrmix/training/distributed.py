@@ -45,16 +45,31 @@ class DistributedContext:
     local_rank: int
     device: torch.device
     sequence_parallel: int = 1
+    tensor_parallel: int = 1
 
     @property
     def data_size(self) -> int:
-        """How many groups of train.sequence_parallel neighbouring processes there are: each has rows of its own."""
-        return self.size // self.sequence_parallel
+        """How many groups of neighbouring processes there are that have rows of their own."""
+        return self.size // (self.sequence_parallel * self.tensor_parallel)
+
+    @property
+    def replicas(self) -> int:
+        """How many processes there are for each share of the weights."""
+        return self.size // self.tensor_parallel
+
+    @property
+    def replica(self) -> int:
+        """The number of this process among those with the same share of the weights."""
+        return self.rank // self.tensor_parallel
 
     @property
     def loader_ranks(self) -> tuple[int, int, int, int]:
-        """What loaders take: this process's group, the number of groups, its slice of a row, the number of slices."""
-        row, token = divmod(self.rank, self.sequence_parallel)
+        """What loaders take: this process's group, the number of groups, its slice of a row, the number of slices.
+
+        train.tensor_parallel neighbouring processes have the same tokens, and train.sequence_parallel such neighbours
+        the slices of the same rows.
+        """
+        row, token = divmod(self.replica, self.sequence_parallel)
         return row, self.data_size, token, self.sequence_parallel
 
     @property
@@ -72,6 +87,13 @@ class DistributedContext:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def total_of_rows(self, values: Tensor) -> Tensor:
+        """The sum over the processes of what each has of its own rows, float64; in place.
+
+        Processes that divide the layers have the same rows, and count once.
+        """
+        return self.total(values).div_(self.tensor_parallel)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
@@ -113,7 +135,8 @@ def join(config: Config) -> DistributedContext:
     be_deterministic(any_threads=config.model.kind == "cdrmix")
     keep_freed_memory()
     _join_process_group(rank, size, local_rank, device)
-    return DistributedContext(rank, size, local_rank, device, config.train.sequence_parallel)
+    train = config.train
+    return DistributedContext(rank, size, local_rank, device, train.sequence_parallel, train.tensor_parallel)
 
 
 @functools.cache
@@ -245,7 +268,9 @@ def _leave() -> None:
     engine, which is part of reference cycles. The hooks of ZeRO keep theirs alive: see launch.exit_worker.
     """
     from deepspeed import comm
+    from deepspeed.utils import groups
 
+    groups.mpu = None
     # A peer may have ended already. This process is ending too, so the error does not matter.
     with contextlib.suppress(RuntimeError, ValueError):
         if dist.is_initialized():

@@ -36,6 +36,7 @@ from cdrmix.data.batch import Batch
 from cdrmix.errors import ConfigError
 from cdrmix.model.loss import Losses
 from cdrmix.model.prediction import Depths
+from cdrmix.model.tensor_parallel import cut_of
 from cdrmix.ops import weights as compute_weights
 from cdrmix.training.compiling import mark_documents
 from cdrmix.training.copies import Keep, on_cpu
@@ -52,6 +53,7 @@ from cdrmix.training.optimizer_state import Held, SavedPieces, load_pieces, piec
 from cdrmix.training.owners import Owners
 from cdrmix.training.partitions import Partitions
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
+from cdrmix.training.tensor_groups import TensorGroups, cuts_of
 from cdrmix.training.zero import deepspeed_stage, shards_whole_parameters
 
 REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -108,7 +110,9 @@ class Engine:
         self.expert_parallel = config.train.expert_parallel
         self.micro_batch_rows = config.train.micro_batch_rows
         self._compiled = config.train.compile
-        self._experts = expert_groups(config)
+        self._experts, self._shares = expert_groups(config), TensorGroups.of(loss_model)
+        cuts = cuts_of(loss_model)
+        self._cuts = {name.removeprefix("language_model."): cut for name, cut in cuts.items()}
         self.share = 0.0  # of a micro-batch in its global batch
         self.set_micro_batches(accumulation(config, world))
         self.gradient_norm = 0.0  # of the last step, before clipping
@@ -125,8 +129,9 @@ class Engine:
         self.optimizer = make_optimizer(parameter_groups(loss_model, config.train), config.train)
         narrow = config.train.weights == "bf16"
         before = [each.data for each in loss_model.parameters()] if narrow else []
+        deepspeed.utils.groups.mpu = None  # of an engine before this one
         self._engine, *_ = deepspeed.initialize(
-            model=self.module, optimizer=self.optimizer, config=deepspeed_config(config, world)
+            model=self.module, optimizer=self.optimizer, config=deepspeed_config(config, world), mpu=self._shares
         )
         self._last = False  # the current micro-batch ends the update
         self._partitions = Partitions(self._engine.optimizer, self.stage) if self.stage > 0 else None
@@ -137,7 +142,7 @@ class Engine:
             masters.restore(loss_model.parameters(), before)
         del before
         self._weights = ModelWeights(
-            loss_model, world, self.stage, self._experts, masters, trained_only=base is not None
+            loss_model, world, self.stage, self._experts, self._shares, masters, trained_only=base is not None
         )
         self.parameters = self._weights.parameters
         self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
@@ -180,7 +185,7 @@ class Engine:
 
         It gives each micro-batch its share of the means over micro-batches, which the routers' losses are.
         """
-        self.share = 1.0 / (count * self.world.size)
+        self.share = 1.0 / (count * self.world.replicas)
 
     def forward(self, batch: Batch, *, last: bool, prediction: Depths | None = None) -> Losses:
         """The losses of a micro-batch. last: the step ends with it, and its backward pass reduces the gradients.
@@ -205,7 +210,7 @@ class Engine:
 
     def backward(self, total: Tensor) -> None:
         """Accumulates the gradients of a micro-batch's loss. After the last one they are summed over the processes."""
-        factor: float = self.world.size if self.stage >= 2 else 1
+        factor: float = self.world.replicas if self.stage >= 2 else 1
         if self.stage == 0:
             factor *= self.loss_scale.value
         elif self.loss_scale.enabled:
@@ -226,11 +231,19 @@ class Engine:
         """
         if self.stage > 0:
             return None
-        all_gradients = [(parameter.grad, is_expert_shard(parameter)) for parameter in self.parameters.values()]
-        gradients = [(gradient, shared) for gradient, shared in all_gradients if gradient is not None]
+        everything = [
+            (parameter.grad, is_expert_shard(parameter) or cut_of(parameter) is not None)
+            for parameter in self.parameters.values()
+        ]
+        gradients = [(gradient, divided) for gradient, divided in everything if gradient is not None]
         if self.loss_scale.enabled:
             torch._foreach_mul_([gradient for gradient, _ in gradients], 1.0 / self.loss_scale.value)
-        self._norm = total_norm(gradients, self._experts)
+        group = None
+        if self._experts is not None:
+            group = self._experts.experts.group
+        elif self._shares is not None:
+            group = self._shares.tensor.group
+        self._norm = total_norm(gradients, group)
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.gradient_clip, self._norm, foreach=True)
         return self._norm
 
@@ -349,7 +362,7 @@ class Engine:
         for state in self.optimizer.state.values():  # of later steps, where a run goes back
             for value in state.values():
                 value.zero_()
-        with SavedPieces(checkpoint, files, self.parameters) as opened:
+        with SavedPieces(checkpoint, files, self.parameters, self._cuts) as opened:
             load_pieces(self.optimizer, self._held(saved=False), opened)
 
     def digests(self) -> Digests:
@@ -383,7 +396,7 @@ class Engine:
             layout = zip(zero.round_robin_bit16_groups, zero.real_dp_process_group, zero.partition_size, strict=True)
             return [ReplicatedParameters(parameters, group, int(part)) for parameters, group, part in layout]
         parameters = [each for each in self.parameters.values() if each.requires_grad]
-        everyone = dist.group.WORLD
+        everyone = dist.group.WORLD if self._shares is None else self._shares.copies
         assert everyone is not None
         groups = [ReplicatedParameters([each for each in parameters if not is_expert_shard(each)], everyone)]
         if self._experts is not None:
@@ -414,14 +427,19 @@ class Engine:
             elif self._owners is not None and not self._owners.mine(parameter):
                 continue
             if first < end:
-                yield Held(name, tensor, start, before + first, before + end, shape)
+                share = self._weights.share(parameter)
+                yield Held(name, tensor, start, before + first, before + end, shape, share)
 
     def _saves(self, parameter: Tensor) -> bool:
         """Whether no other process saves the state of this process's elements of a parameter."""
+        if self._shares is not None and self._shares.tensor.rank > 0 and cut_of(parameter) is None:
+            return False
         if self._owners is not None:
             return self._owners.saves(parameter)
         if self.stage > 0:
             return True
+        if self._shares is not None:
+            return dist.get_rank(self._shares.copies) == 0
         if is_expert_shard(parameter):
             assert self._experts is not None
             return dist.get_rank(self._experts.copies) == 0

@@ -102,17 +102,18 @@ def is_expert_shard(parameter: Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def total_norm(gradients: list[tuple[Tensor, bool]], groups: ExpertGroups | None) -> Tensor:
-    """The norm of all gradients, with every expert counted once: a float32 scalar, equal in every rank.
+def total_norm(gradients: list[tuple[Tensor, bool]], group: dist.ProcessGroup | None) -> Tensor:
+    """The norm of all gradients, with every expert and every share counted once: a float32 scalar, equal in every rank.
 
-    gradients: each with `is_expert_shard` of its parameter. Squares are summed in float64. PyTorch's sequential float32
-    sum on a CPU has a relative error of 4e-6 for half a million elements, and up to 1e-4 for more.
+    gradients: each with whether the ranks of the group have different parts of it.
+    Squares are summed in float64. PyTorch's sequential float32 sum on a CPU has a relative error of 4e-6 for half a
+    million elements, and up to 1e-4 for more.
     """
-    squares = _sum_of_squares([gradient for gradient, shared in gradients if not shared])
-    if groups is not None:
-        experts = _sum_of_squares([gradient for gradient, shared in gradients if shared])
-        dist.all_reduce(experts, group=groups.experts.group)
-        squares = squares + experts
+    squares = _sum_of_squares([gradient for gradient, divided in gradients if not divided])
+    if group is not None:
+        parts = _sum_of_squares([gradient for gradient, divided in gradients if divided])
+        dist.all_reduce(parts, group=group)
+        squares = squares + parts
     return squares.sqrt().float()
 
 

@@ -224,13 +224,17 @@ def check_processes(config: Config, processes: int) -> None:
     """Raises ConfigError unless rows, their tokens and experts divide evenly among the processes, and ZeRO has
     something to shard."""
     train = config.train
-    if processes % train.sequence_parallel:
-        raise ConfigError(
-            f"train.sequence_parallel: must divide the number of processes (--nproc), {processes}; "
-            f"found {train.sequence_parallel}"
-        )
-    together = train.micro_batch_rows * processes // train.sequence_parallel
-    shared = f" over train.sequence_parallel={train.sequence_parallel}" if train.sequence_parallel > 1 else ""
+    together, shared = train.micro_batch_rows * processes, ""
+    for key, neighbours in (
+        ("sequence_parallel", train.sequence_parallel),
+        ("tensor_parallel", train.tensor_parallel),
+    ):
+        if processes % neighbours:
+            raise ConfigError(
+                f"train.{key}: must divide the number of processes (--nproc), {processes}; found {neighbours}"
+            )
+        if neighbours > 1:
+            together, shared = together // neighbours, f" over train.{key}={neighbours}"
     for key, rows in (("batch_rows", train.batch_rows), ("batch_warmup.rows", train.batch_sizes.first)):
         if rows % together:
             raise ConfigError(

@@ -10,18 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cdrmix.model.tensor_parallel import cut_of
 from cdrmix.training.copies import Keep
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.expert_parallel import ExpertGroups, is_expert_shard
 from cdrmix.training.master_weights import MasterWeights
+from cdrmix.training.optimizer_state import Share
+from cdrmix.training.tensor_groups import TensorGroups
 
 
 class ModelWeights:
     """The parameters and buffers of a loss model after DeepSpeed has sharded them, by their name without
     `language_model.`.
 
-    experts: the groups of expert parallelism. masters: the float32 weights of a model with bf16 weights; None: the
-    weights are float32. trained_only: save and load the trained parameters alone, without buffers.
+    experts: the groups of expert parallelism. shares: those of tensor parallelism. masters: the float32 weights of a
+    model with bf16 weights; None: the weights are float32. trained_only: save and load the trained parameters alone,
+    without buffers.
     """
 
     def __init__(
@@ -30,11 +34,13 @@ class ModelWeights:
         world: DistributedContext,
         stage: int,
         experts: ExpertGroups | None,
+        shares: TensorGroups | None,
         masters: MasterWeights | None,
         *,
         trained_only: bool,
     ) -> None:
         self._model, self._world, self._stage, self._experts, self.masters = loss_model, world, stage, experts, masters
+        self._shares = shares
         self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
             name.removeprefix("language_model."): parameter for name, parameter in loss_model.named_parameters()
         }
@@ -71,6 +77,9 @@ class ModelWeights:
             if is_expert_shard(parameter):
                 assert self._experts is not None
                 tensor = self._experts.whole(mine, owners[name])
+            elif (cut := cut_of(parameter)) is not None:
+                assert self._shares is not None
+                tensor = self._shares.gather(mine, cut, owners[name])
             if tensor is not None:
                 whole[name] = keep(name, tensor.detach())
         if self._world.rank == 0:
@@ -97,6 +106,9 @@ class ModelWeights:
                 if is_expert_shard(parameter):
                     assert self._experts is not None
                     self._experts.shard(parameter.data, weights[name] if self._world.rank == 0 else None)
+                elif (cut := cut_of(parameter)) is not None:
+                    assert self._shares is not None
+                    self._shares.scatter(parameter.data, cut, weights[name] if self._world.rank == 0 else None)
                 elif self.masters is not None and parameter in self.masters:
                     whole = self._sent(weights.get(name), parameter.shape)
                     parameter.copy_(whole)
@@ -143,6 +155,8 @@ class ModelWeights:
     def place(self, parameter: Any) -> tuple[int, torch.Size]:
         """The number of elements before this process's parameter in the tensor with all experts, and its shape."""
         shape: torch.Size = parameter.ds_shape if self._stage == 3 else parameter.shape
+        if (share := self.share(parameter)) is not None:
+            return 0, share.cut.whole_shape(shape, share.size)
         if not is_expert_shard(parameter):
             return 0, shape
         assert self._experts is not None
@@ -151,10 +165,20 @@ class ModelWeights:
 
     def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """The part of a whole tensor that belongs to this process's parameter."""
+        if (share := self.share(parameter)) is not None:
+            return share.cut.share(whole, share.rank, share.size)
         if not is_expert_shard(parameter):
             return whole
         assert self._experts is not None
         return self._experts.experts.share(whole)
+
+    def share(self, parameter: Tensor) -> Share | None:
+        """This process's share of a parameter that tensor parallelism divides; None: it divides it not."""
+        cut = cut_of(parameter)
+        if cut is None:
+            return None
+        assert self._shares is not None
+        return Share(cut, self._shares.tensor.rank, self._shares.tensor.size)
 
     def _held(self, parameter: Any) -> Tensor:
         held: Tensor = parameter.ds_tensor.data if self._stage == 3 else parameter.data

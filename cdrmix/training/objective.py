@@ -127,7 +127,7 @@ class StepAccumulator:
         """
         self._sums[1], self._sums[2] = float(stop), float(saved)
         counts = self._sums.new_zeros(2, 0, 0) if self._counts_2LE is None else self._counts_2LE
-        parts = [self._world.total(torch.cat([self._sums, counts.flatten(), self._depth_5G.flatten()]))]
+        parts = [self._world.total_of_rows(torch.cat([self._sums, counts.flatten(), self._depth_5G.flatten()]))]
         if gradient_norm is not None:
             parts.append(gradient_norm.double().reshape(1))
         read = torch.cat(parts).cpu()

@@ -104,7 +104,7 @@ def train(
         engine = make_engine(config, loss_model, world, base=loss_model.base)
         for line in loss_model.prepare():
             run.say(line)
-        seed_everything(config.run.seed + world.rank)
+        seed_everything(config.run.seed + world.replica)
         for line in loader.mixture.lines() if loader.mixture else []:
             run.say(line)
         reference = _start(engine, config, run, shards)
@@ -217,6 +217,7 @@ class Validation:
                 self._text_bytes,
                 domain_bytes=self._domain_bytes,
                 nats=parts or loss_model_nats,
+                copies=engine.world.tensor_parallel,
             )
             if parts is not None and self._rearranged is not None:
                 parts.add_rearranged(engine.module, self._rearranged)

@@ -12,6 +12,7 @@ Stage = Literal[0, 1, 2, 3]
 
 def zero_stage(train: Train, processes: int) -> Stage:
     """The stage of a run of so many processes. auto: 0 for one process, 1 for several, or what the memory mode needs.
+    Processes of train.tensor_parallel that divide a model count as one: each weight is in one of them.
 
     With one process there is nothing to shard, and ZeRO would keep a second copy of the weights. With several, stage 1
     shards the optimizer's state and sums gradients once a step, as without ZeRO. Stages 2 and 3 communicate in every
@@ -22,7 +23,7 @@ def zero_stage(train: Train, processes: int) -> Stage:
         return train.zero_stage
     if train.offload != "none":
         return 3 if train.offload == "all" else 2
-    if processes == 1:
+    if processes == train.tensor_parallel:
         return 2 if train.weights == "bf16" else 0
     return 1
 

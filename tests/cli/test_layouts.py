@@ -15,38 +15,63 @@ from cdrmix.run_folder import read_metrics
 Arguments = Callable[..., list[str]]
 SETTINGS = (
     *("train.batch_rows=4", "train.checkpoint_every=1", "train.keep_last=9", "train.epsilon=0.001"),
-    "model.attention.heads=2",  # each process of sequence parallelism has one
+    # Each process of sequence or tensor parallelism has one head.
+    *("model.attention.heads=2", "model.attention.kv_heads=2", "model.rwkv.head_size=16"),
 )
+
+
+Layout = tuple[int, int, *tuple[str, ...]]  # steps before it, processes, overrides
 
 
 @pytest.mark.slow
 def test_from_one_process_to_two_to_four_and_back(arguments: Arguments, tmp_path: Path) -> None:
+    check_moves(
+        arguments,
+        tmp_path,
+        (1, 2, "train.zero_stage=3", "train.expert_parallel=2"),
+        (2, 4, "train.zero_stage=2", "train.activation_checkpointing=true", "train.sequence_parallel=2"),
+        (3, 1, "train.zero_stage=0"),
+        told=(
+            *("processes: 1 before, 2 now", "zero_stage: 0 before, 3 now", "expert_parallel: 1 before, 2 now"),
+            *("processes: 2 before, 4 now", "zero_stage: 3 before, 2 now", "sequence_parallel: 1 before, 2 now"),
+            *("processes: 4 before, 1 now", "zero_stage: 2 before, 0 now"),
+        ),
+    )
+
+
+@pytest.mark.slow
+def test_whole_layers_are_divided_and_joined(arguments: Arguments, tmp_path: Path) -> None:
+    """Shares of ZeRO's partitions, and partitions of shares, in steps that follow one another."""
+    check_moves(
+        arguments,
+        tmp_path,
+        (1, 2, "train.tensor_parallel=2"),
+        (2, 4, "train.tensor_parallel=2", "train.zero_stage=1"),
+        (3, 2, "train.tensor_parallel=1", "train.zero_stage=2"),
+        told=(
+            *("processes: 1 before, 2 now", "tensor_parallel: 1 before, 2 now", "processes: 2 before, 4 now"),
+            *("zero_stage: 0 before, 1 now", "processes: 4 before, 2 now", "zero_stage: 1 before, 2 now"),
+            "tensor_parallel: 2 before, 1 now",
+        ),
+    )
+
+
+def check_moves(arguments: Arguments, tmp_path: Path, *moves: Layout, told: tuple[str, ...]) -> None:
+    """Compares a run that goes on in other layouts after some of its steps with one that does not."""
+
     def train(root: str, *more: str) -> Path:
         assert main(["train", *arguments(*SETTINGS, f"run.root={tmp_path / root}"), *more]) == 0
         (run,) = (tmp_path / root).iterdir()
         return run
 
     straight, run = train("straight"), train("moved")
-    for step, processes, *layout in (
-        (1, 2, "train.zero_stage=3", "train.expert_parallel=2"),
-        (2, 4, "train.zero_stage=2", "train.activation_checkpointing=true", "train.sequence_parallel=2"),
-        (3, 1, "train.zero_stage=0"),
-    ):
+    for step, processes, *layout in moves:
         for later in [path for path in list_checkpoints(run / "checkpoints") if int(path.name[5:]) > step]:
             shutil.rmtree(later)
         assert train("moved", "--nproc", str(processes), "--resume", str(run), *layout) == run
-    told = (run / "train.log").read_text()
-    for change in (
-        "processes: 1 before, 2 now",
-        "zero_stage: 0 before, 3 now",
-        "expert_parallel: 1 before, 2 now",
-        "processes: 2 before, 4 now",
-        "zero_stage: 3 before, 2 now",
-        "sequence_parallel: 1 before, 2 now",
-        "processes: 4 before, 1 now",
-        "zero_stage: 2 before, 0 now",
-    ):
-        assert told.count(f"{change}: sums are taken in another order") == 1, change
+    log = (run / "train.log").read_text()
+    for change in told:
+        assert log.count(f"{change}: sums are taken in another order") == 1, change
     expected, found = (read_metrics(each / "metrics.jsonl") for each in (straight, run))
     assert [(row["step"], row["tokens"]) for row in found] == [(row["step"], row["tokens"]) for row in expected]
     for row, other in zip(expected, found, strict=True):

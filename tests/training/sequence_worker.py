@@ -161,7 +161,7 @@ def configured(order: dict[str, Any], *overrides: str) -> Config:
 def engines(order: dict[str, Any]) -> int:
     """Writes to `where` the largest errors of losses and weights in steps of the engine at every ZeRO stage."""
     results = {}
-    for stage in (0, 1, 2, 3):
+    for stage in map(int, order["stages"]):
         fixed = (
             f"train.zero_stage={stage}",
             f"train.activation_checkpointing={str(stage in (1, 3)).lower()}",
@@ -170,7 +170,7 @@ def engines(order: dict[str, Any]) -> int:
             "train.epsilon=0.01",  # with AdamW's usual one an update of elements near zero magnifies rounding
         )
         config = configured(order, *fixed)
-        alone = ("train.zero_stage=0", "train.sequence_parallel=1", "train.expert_parallel=1")
+        alone = ("train.zero_stage=0", *(f"train.{kind}_parallel=1" for kind in ("sequence", "tensor", "expert")))
         whole = configured(order, *fixed, *alone)
         world = join(config)
         split = open_shards(Path(order["shards"])).train
@@ -205,7 +205,7 @@ def engines(order: dict[str, Any]) -> int:
             engine.clip()
             assert engine.step()
             engine.zero()
-            losses = max(losses, abs(world.total(found).item() / expected - 1))
+            losses = max(losses, abs(world.total_of_rows(found).item() / expected - 1))
         results[f"losses {stage}"] = losses
         weights = engine.weights()
         for name, value in plain.language_model.named_parameters() if world.is_main_process else ():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from cdrmix.model.context import Context
 from cdrmix.model.depth import Gate
 from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.layers import INTERLEAVED, consecutive, linear, uniform_
+from cdrmix.model.tensor_parallel import Cut, Divisible
 from cdrmix.registry import Registry
 
 EXPERT_PARAMETERS = ("w_up", "w_down")  # names of the parameters whose first dimension is experts
@@ -34,7 +35,7 @@ FEED_FORWARDS = Registry[Callable[[Model, int], nn.Module]]("feed-forward")
 
 
 @FEED_FORWARDS("moe")
-class MoeFeedForward(nn.Module):
+class MoeFeedForward(Divisible):
     """Top-k of E experts for each token, each two matrices around relu^2 (or three around SwiGLU).
 
     shared: a dense feed-forward beside them; None without `shared_hidden`.
@@ -53,6 +54,10 @@ class MoeFeedForward(nn.Module):
         nn.init.uniform_(self.w_up, -bound, bound)
         self.shared = None if ffn.shared_hidden is None else dense_feed_forward(config, layer, ffn.shared_hidden)
 
+    def cuts(self) -> Mapping[str, Cut]:
+        """The hidden channels of every expert; those of SwiGLU are pairs of neighbours in w_up."""
+        return {"w_up": Cut(2), "w_down": Cut(1)}
+
     def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None, gate: Gate | None = None) -> FedForward:
         """x [B, T, D] (normed) -> output and router's report; it needs no cache, because tokens are independent.
 
@@ -65,7 +70,8 @@ class MoeFeedForward(nn.Module):
         if gate is not None:
             weights_TK = routing.weights_TK * gate.weight_T.unsqueeze(1)
             routing = dataclasses.replace(routing, weights_TK=weights_TK)
-        y = self.mix(flat_TD, routing).view(x.shape)
+        routing = dataclasses.replace(routing, weights_TK=self.copied(routing.weights_TK))
+        y = self.summed(self.mix(self.copied(flat_TD), routing)).view(x.shape)
         if self.shared is not None:
             y = y + self.shared(x, context, None, gate).y
         return FedForward(y, None, routed)
@@ -75,7 +81,7 @@ class MoeFeedForward(nn.Module):
         return ops.moe_experts(x_TD, self.w_up, self.w_down, routing, activation=self.activation)
 
 
-class DenseFeedForward(nn.Module):
+class DenseFeedForward(Divisible):
     """The feed-forward of a dense transformer, without a router: W_down (silu(W_gate x) * (W_up x)).
 
     This is SwiGLU (arXiv 2002.05202, equation 6) without biases; with `activation: relu2` it is W_down relu(W_up x)^2
@@ -92,20 +98,29 @@ class DenseFeedForward(nn.Module):
         self.up = None if gated else linear(width, hidden, scale)
         self.down = linear(hidden, width, 0.0)
 
+    def cuts(self) -> Mapping[str, Cut]:
+        """The hidden channels."""
+        inputs = {"up.weight": Cut(0)}
+        if self.gate_up is not None:
+            hidden = self.down.weight.shape[1]
+            inputs = {"gate_up.weight": Cut(0, (hidden, hidden))}
+        return inputs | {"down.weight": Cut(1)}
+
     def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None, gate: Gate | None = None) -> FedForward:
         """x [B, T, D] (normed) -> output; it needs no cache, because tokens are independent, and has no report. It
         computes every token: `gate` must be None."""
         assert gate is None, "SkippingFeedForward skips tokens"
+        x = self.copied(x)
         if self.gate_up is not None:
             gating, up = self.gate_up(x).chunk(2, -1)
             hidden = functional.silu(gating) * up
         else:
             assert self.up is not None
             hidden = self.up(x).relu().square()
-        return FedForward(self.down(hidden))
+        return FedForward(self.summed(self.down(hidden)))
 
 
-class SkippingFeedForward(nn.Module):
+class SkippingFeedForward(Divisible):
     """A dense feed-forward that skips tokens: the single expert of a mixture, which computes the tokens kept.
 
     So a GPU computes no more rows than are kept, and the host need not wait for their number. w_up: [1, D, F], for
@@ -121,12 +136,16 @@ class SkippingFeedForward(nn.Module):
         self.w_down = nn.Parameter(torch.zeros(1, hidden, config.d_model))
         uniform_(self.w_up.mT, 0.5 * config.init_std_scale)
 
+    def cuts(self) -> Mapping[str, Cut]:
+        """The hidden channels, as of the mixture."""
+        return {"w_up": Cut(2), "w_down": Cut(1)}
+
     def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None, gate: Gate) -> FedForward:
         """x [B, T, D] (normed) -> output, 0 for skipped tokens; no cache and no report."""
         kept = gate.keep_T.sum().unsqueeze(0)
         nothing = gate.weight_T.new_zeros(())
         routing = ops.Routing(
-            weights_TK=gate.weight_T.unsqueeze(1),
+            weights_TK=self.copied(gate.weight_T.unsqueeze(1)),
             experts_TK=torch.zeros_like(gate.keep_T, dtype=torch.int64).unsqueeze(1),
             counts_E=kept,
             tokens_per_expert_E=kept,
@@ -134,9 +153,9 @@ class SkippingFeedForward(nn.Module):
             load_balance=nothing,
             z_loss=nothing,
         )
-        flat_TD = x.reshape(-1, x.shape[-1])
+        flat_TD = self.copied(x.reshape(-1, x.shape[-1]))
         y_TD = ops.moe_experts(flat_TD, self.w_up, self.w_down, routing, activation=self.activation)
-        return FedForward(y_TD.view(x.shape))
+        return FedForward(self.summed(y_TD).view(x.shape))
 
 
 @FEED_FORWARDS("dense")
@@ -150,7 +169,7 @@ def dense_feed_forward(config: Model, layer: int, hidden: int | None = None) -> 
 
 
 @FEED_FORWARDS("channel_mix")
-class ChannelMix(nn.Module):
+class ChannelMix(Divisible):
     """RWKV-7's own feed-forward: token shift, then relu(x_k W_key)^2 W_value."""
 
     def __init__(self, config: Model, layer: int) -> None:
@@ -160,10 +179,16 @@ class ChannelMix(nn.Module):
         self.key = linear(config.d_model, config.feed_forward.hidden, 0.5 * config.init_std_scale)
         self.value = linear(config.feed_forward.hidden, config.d_model, 0.0)
 
+    def cuts(self) -> Mapping[str, Cut]:
+        """The hidden channels."""
+        return {"key.weight": Cut(0), "value.weight": Cut(1)}
+
     def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None) -> FedForward:
         """x [B, T, D] (normed) -> output and cache; no router report."""
+        x = self.copied(x)
         shift = ops.token_shift(x, context.last_before(cache_BD, x), context.starts_BT1) - x
-        hidden = self.key(torch.addcmul(x, shift, self.x_k)).relu().square()
+        hidden = self.key(torch.addcmul(x, shift, self.copied(self.x_k))).relu().square()
+        y = self.summed(self.value(hidden))
         if context.token_by_token:
-            return FedForward(self.value(hidden), x.squeeze(1).split(1))
-        return FedForward(self.value(hidden), context.last(x) if context.keep_cache else None)
+            return FedForward(y, x.squeeze(1).split(1))
+        return FedForward(y, context.last(x) if context.keep_cache else None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
@@ -13,6 +15,7 @@ from cdrmix.model.context import Context
 from cdrmix.model.layers import linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 from cdrmix.model.sequence import SequenceSlice
+from cdrmix.model.tensor_parallel import Cut
 
 
 class KeyValueBuffer:
@@ -101,14 +104,22 @@ class Attention(Mixer):
         self.query_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
         self.key_norm = nn.RMSNorm(self.head_width, eps=config.norm_eps) if attention.qk_norm else None
 
+    def cuts(self) -> Mapping[str, Cut]:
+        """Heads."""
+        return {"query.weight": Cut(0), "key.weight": Cut(0), "value.weight": Cut(0), "output.weight": Cut(1)}
+
+    def narrow(self, size: int) -> None:
+        self.heads, self.kv_heads = self.heads // size, self.kv_heads // size
+
     def forward(self, x: Tensor, context: Context, cache: AttentionCache | RaggedAttentionCache | None) -> Mixed:
         """x [B, T, D] (normed) -> its output, and the cache after it; for packed rows a cache for each document."""
-        batch, length, width = x.shape
+        x = self.copied(x)
+        batch, length, _ = x.shape
         q = self.projected("query", x, context).view(batch, length, self.heads, self.head_width)
         k = self.projected("key", x, context).view(batch, length, self.kv_heads, self.head_width)
         v = self.projected("value", x, context).view(batch, length, self.kv_heads, self.head_width)
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+            q, k = self._normed(q, self.query_norm), self._normed(k, self.key_norm)
         if context.angles is not None:
             q, k = ops.apply_rotary(q, *context.angles), ops.apply_rotary(k, *context.angles)
         after: AttentionCache | RaggedAttentionCache | tuple[AttentionCache, ...] | None
@@ -130,8 +141,14 @@ class Attention(Mixer):
             y, after = self._read(cache, q, k, v, context)
             if context.cu_seqlens is not None and context.keep_cache:
                 after = _documents(after, context.cu_seqlens)
-        y = self.projected("output", y.reshape(batch, length, width), context)
-        return Mixed(y, after if context.keep_cache else None)
+        y = self.projected("output", y.reshape(batch, length, self.heads * self.head_width), context)
+        return Mixed(self.summed(y), after if context.keep_cache else None)
+
+    def _normed(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """The heads of x normed; a divided module has some of them, and the weight is that of all."""
+        if self.tensor is None:
+            return norm(x)
+        return functional.rms_norm(x, norm.normalized_shape, self.copied(norm.weight), norm.eps)
 
     def _read_slice(self, q: Tensor, k: Tensor, v: Tensor, sequence: SequenceSlice) -> Tensor:
         """The attention output [B, L, H, N] of a slice of the rows: each rank computes some heads of whole rows.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
+from cdrmix.model.tensor_parallel import Divisible
 from cdrmix.registry import Registry
 
 
@@ -25,7 +26,7 @@ class Mixed(NamedTuple):
     values: Tensor | None = None
 
 
-class Mixer(nn.Module, ABC):
+class Mixer(Divisible, ABC):
     """A mixer is made from the configuration and its layer's number, and called only by its block.
 
     part: the name under which a plan counts its parameters. attends: whether it reads the angles of the context.

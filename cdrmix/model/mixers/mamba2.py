@@ -7,6 +7,7 @@ heads, K = d_state, W convolution width, C = I + 2 G K convolved channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.layers import consecutive, linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 from cdrmix.model.sequence import SequenceGroup, SequenceSlice
+from cdrmix.model.tensor_parallel import Cut
 
 DECAY_RANGE = (1.0, 16.0)  # initial -A, uniform
 STEP_RANGE = (1e-3, 1e-1)  # initial dt without the token's part, log-uniform
@@ -84,16 +86,36 @@ class Mamba2(Mixer):
         self.fused = {"input.weight": consecutive(-2, *gate_x_B_C_step)}
         self.output = linear(self.inner, config.d_model, 0.0)
 
+    def cuts(self) -> Mapping[str, Cut]:
+        """Groups of heads, with the B and C of each."""
+        selecting = self.groups * self.d_state
+        convolved = (self.inner, selecting, selecting)
+        by_head = ("dt_bias", "A_log", "D", "norm_weight")
+        return dict.fromkeys(by_head, Cut(0)) | {
+            "conv_weight_WC": Cut(1, convolved),
+            "conv_bias": Cut(0, convolved),
+            **self.cuts_of_projections(selecting),
+        }
+
+    def cuts_of_projections(self, selecting: int) -> Mapping[str, Cut]:
+        """Of `cuts`, those of the parameters of `add_projections`. selecting: the channels of B, and of C."""
+        segments = (self.inner, self.inner, selecting, selecting, self.heads)
+        return {"input.weight": Cut(0, segments), "output.weight": Cut(1)}
+
+    def narrow(self, size: int) -> None:
+        self.inner, self.groups, self.heads = self.inner // size, self.groups // size, self.heads // size
+        self.channels //= size
+
     def project(self, x: Tensor, sequence: SequenceGroup | None = None) -> Projected:
         """x [B, T, D] (normed) -> the inputs of the convolution, the scan and the gate, token by token.
 
         sequence: the ranks with the other tokens of the same rows.
         """
-        return Projected(*self.input(x).split([self.inner, self.channels, self.heads], -1))
+        return Projected(*self.input(self.copied(x)).split([self.inner, self.channels, self.heads], -1))
 
     def emit(self, y: Tensor, routing: ops.Routing | None) -> Tensor:
         """y [B, T, I] to the output [B, T, D]."""
-        return self.output(y)
+        return self.summed(self.output(y))
 
     def forward(self, x: Tensor, context: Context, cache: MambaCache | None) -> Mixed:
         """x [B, T, D] (normed) -> its output, and the cache after the last token if wanted."""

@@ -5,6 +5,9 @@ Shapes as in mamba2.py; N = B T tokens, E experts, k choices a token, R = N k ro
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +18,7 @@ from cdrmix.model.layers import consecutive, linear, uniform_
 from cdrmix.model.mixers.base import MIXERS
 from cdrmix.model.mixers.mamba2 import Mamba2, Projected
 from cdrmix.model.sequence import SequenceGroup
+from cdrmix.model.tensor_parallel import Cut
 from cdrmix.ops.backend import compute_dtype
 
 
@@ -43,15 +47,24 @@ class RoutingMamba(Mamba2):
         uniform_(self.w_up.mT, config.init_std_scale)
         self.w_down = nn.Parameter(torch.zeros(experts, self.inner, width))
 
+    def cuts_of_projections(self, selecting: int) -> Mapping[str, Cut]:
+        return {
+            "select.weight": Cut(0, (selecting, selecting, self.heads)),
+            "w_up": Cut(2, (self.inner, self.inner)),
+            "w_down": Cut(1),
+        }
+
     def project(self, x: Tensor, sequence: SequenceGroup | None = None) -> Projected:
         routing = self.router.route(x.flatten(0, 1), sequence=sequence)
+        x = self.copied(x)
+        routing = dataclasses.replace(routing, weights_TK=self.copied(routing.weights_TK))
         gate, x_inner = mixed_product(x, self.w_up, routing).chunk(2, -1)
         B_C, step = self.select(x).split([self.channels - self.inner, self.heads], -1)
         return Projected(gate, torch.cat([x_inner, B_C], -1), step, routing)
 
     def emit(self, y: Tensor, routing: ops.Routing | None) -> Tensor:
         assert routing is not None
-        return mixed_product(y, self.w_down, routing)
+        return self.summed(mixed_product(y, self.w_down, routing))
 
 
 def mixed_product(x: Tensor, w_EDF: Tensor, routing: ops.Routing) -> Tensor:

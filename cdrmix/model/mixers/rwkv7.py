@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from cdrmix.model.context import Context
 from cdrmix.model.layers import elementwise, linear, orthogonal_
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 from cdrmix.model.sequence import SequenceSlice
+from cdrmix.model.tensor_parallel import Cut
 from cdrmix.ops.checks import state_dtype
 
 
@@ -82,25 +84,41 @@ class TimeMix(Mixer):
         self.ln_x = nn.GroupNorm(self.heads, width, eps=ops.GROUP_NORM_EPS)
         nn.init.constant_(self.ln_x.weight, ((1 + layer) / config.layers) ** 0.7)
 
+    def cuts(self) -> Mapping[str, Cut]:
+        """Heads. The streams and the first of each two low-rank maps are computed whole in every rank."""
+        by_channel = ("w0", "a0", "k_k", "k_a", "r_k", "ln_x.weight", "ln_x.bias")
+        rows = (f"{name}.weight" for name in ("receptance", "key", "value"))
+        columns = ("w2", "a2", "g2", "output.weight")
+        ofvalues = {"v0": Cut(0), "v2": Cut(1)} if hasattr(self, "v0") else {}
+        return dict.fromkeys((*by_channel, *rows), Cut(0)) | dict.fromkeys(columns, Cut(1)) | ofvalues
+
+    def narrow(self, size: int) -> None:
+        self.heads //= size
+        self.ln_x.num_groups, self.ln_x.num_channels = self.heads, self.heads * self.head_size
+
     def forward(self, x: Tensor, context: Context, cache: TimeMixCache | None) -> Mixed:
         """x [B, T, D] (normed) -> its output, its cache if wanted, its values [B, T, D]."""
+        x = self.copied(x)
         starts, cu_seqlens, v_first = context.starts_BT1, context.cu_seqlens, context.v_first
+        mixes = torch.stack([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g])
+        firsts = (self.w1, self.a1, self.g1, *(() if v_first is None else (self.v1,)))
+        mixes, w1, a1, g1, *v1 = self.copied_parameters(mixes, *firsts)
         batch, length, _ = x.shape
         x_r, x_w, x_k, x_v, x_a, x_g = ops.time_mix_streams(
             x,
-            torch.stack([self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g]),
+            mixes,
             context.last_before(cache.last_BD if cache else None, x),
             None if starts is None else starts.squeeze(-1),
         )
         r = self.projected("receptance", x_r, context).view(batch, length, self.heads, self.head_size)
         k = self.projected("key", x_k, context)
         value = self.projected("value", x_v, context)
-        decay = _product(elementwise(torch.tanh, _product(x_w, self.w1)), self.w2)
-        rate = _product(_product(x_a, self.a1), self.a2)
-        gate = _product(elementwise(torch.sigmoid, _product(x_g, self.g1)), self.g2)
+        decay = _product(elementwise(torch.tanh, _product(x_w, w1)), self.w2)
+        rate = _product(_product(x_a, a1), self.a2)
+        gate = _product(elementwise(torch.sigmoid, _product(x_g, g1)), self.g2)
         v_gate = v0 = None
         if v_first is not None:
-            v_gate, v0 = _product(_product(x_v, self.v1), self.v2), self.v0
+            v_gate, v0 = _product(_product(x_v, *v1), self.v2), self.v0
         log_w, k, a, b, v = ops.time_mix_keys(
             k, decay, rate, value, v_first, v_gate, self.w0, self.a0, v0, self.k_k, self.k_a, self.head_size
         )
@@ -131,7 +149,7 @@ class TimeMix(Mixer):
         mixed = ops.time_mix_output(y, r, k, v, gate, self.r_k, self.ln_x.weight, self.ln_x.bias, self.ln_x.eps)
         if context.keep_cache and last is not None:
             after = TimeMixCache(context.last(x), last)
-        return Mixed(self.projected("output", mixed, context), after, values=value)
+        return Mixed(self.summed(self.projected("output", mixed, context)), after, values=value)
 
 
 def _carried(inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None, sequence: SequenceSlice) -> Tensor:

@@ -1,0 +1,197 @@
+"""Rules about the keys that divide the work among processes: experts, the tokens of a row, and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cdrmix.config.rule import BUILT_IN, Rule
+from cdrmix.config.schema_layers import Bigrams
+
+WIDTHS = (
+    "model.vocab_size",
+    "model.feed_forward.hidden",
+    "model.feed_forward.dense_hidden",
+    "model.feed_forward.shared_hidden",
+)
+
+
+def _expert_parallel(processes: int, experts: int, kind: str) -> str | None:
+    if kind != "moe":
+        return None if processes == 1 else f"1 for model.feed_forward.kind={kind}, which has no experts"
+    return f"must divide model.feed_forward.experts={experts}" if experts % processes else None
+
+
+def _rollouts(processes: int, *steps: int) -> str | None:
+    if processes > 1 and any(steps):
+        return "1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens"
+    return None
+
+
+def _slices(processes: int, row_length: int) -> str | None:
+    return f"must divide data.row_length={row_length}" if row_length % processes else None
+
+
+def _slices_of_convolution(processes: int, row_length: int, width: int, mixers: Mapping[str, list[int]]) -> str | None:
+    least = width - 1  # a slice has the tokens that the next one reads
+    refused = (mixers.get("mamba2") or mixers.get("routing_mamba")) and row_length // processes < least
+    return (
+        f"at most {max(1, row_length // least)}: slices of {least} tokens, for model.mamba.conv_width"
+        if refused
+        else None
+    )
+
+
+def _slices_of_heads(
+    processes: int, heads: int, kv_heads: int, fraction: float, mixers: Mapping[str, list[int]]
+) -> str | None:
+    if not fraction and not mixers.get("attention"):
+        return None
+    if heads % processes:
+        return f"must divide model.attention.heads={heads}"
+    refused = kv_heads % processes and processes % kv_heads
+    return f"a divisor or a multiple of model.attention.kv_heads={kv_heads}" if refused else None
+
+
+def _of_plugins(processes: int, mixers: Mapping[str, list[int]], feed_forward: str) -> str | None:
+    others = [name for name in mixers if name not in BUILT_IN["mixer"]]
+    others += [] if feed_forward in BUILT_IN["feed-forward"] else [feed_forward]
+    if processes == 1 or not others:
+        return None
+    return f"1 with {others[0]} of a plugin, which would take its part of a row or a layer for the whole"
+
+
+def _whole_rows(
+    processes: int, prediction: object, depth: Mapping[str, Any] | None, drop: bool, reasoning: object, dpo: object
+) -> str | None:
+    if processes == 1:
+        return None
+    reasons = {
+        "model.prediction: its depths read the embeddings of later tokens": prediction is not None,
+        "model.depth.part mixer or both: processes would keep different numbers of tokens": (
+            depth is not None and depth.get("part", "feed_forward") != "feed_forward"
+        ),
+        "model.feed_forward.drop: an expert's capacity is of whole rows": drop,
+        "reasoning: adapters and memories read whole rows": reasoning is not None,
+        "train.dpo: an answer's probability is of whole rows": dpo is not None,
+    }
+    return next((f"1 with {reason}" for reason, refused in reasons.items() if refused), None)
+
+
+def _shares_of_heads(
+    processes: int, heads: int, kv_heads: int, fraction: float, mixers: Mapping[str, list[int]]
+) -> str | None:
+    if not fraction and not mixers.get("attention"):
+        return None
+    for key, count in (("heads", heads), ("kv_heads", kv_heads)):
+        if count % processes:
+            return f"must divide model.attention.{key}={count}"
+    return None
+
+
+def _shares_of_recurrences(
+    processes: int, width: int, head_size: int, groups: int, fraction: float, mixers: Mapping[str, list[int]]
+) -> str | None:
+    heads = width // head_size
+    if (fraction < 1 or mixers.get("rwkv7")) and heads % processes:
+        return f"must divide the {heads} heads of RWKV-7: model.d_model / model.rwkv.head_size"
+    if (mixers.get("mamba2") or mixers.get("routing_mamba")) and groups % processes:
+        return f"must divide model.mamba.groups={groups}"
+    return None
+
+
+def _shares_of_widths(processes: int, *widths: int | None) -> str | None:
+    for key, width in zip(WIDTHS, widths, strict=True):
+        if width is not None and width % processes:
+            return f"must divide {key}={width}"
+    return None
+
+
+def _shares_of_bigrams(processes: int, bigrams: Mapping[str, Any] | None) -> str | None:
+    rows = 0 if bigrams is None else bigrams.get("rows", Bigrams().rows)
+    return f"must divide model.bigrams.rows={rows}" if isinstance(rows, int) and rows % processes else None
+
+
+def _not_divided(
+    processes: int,
+    optimizer: str,
+    zero_stage: int | str,
+    expert_parallel: int,
+    sequence_parallel: int,
+    compiled: bool,
+    offload: str,
+    prediction: object,
+    reasoning: object,
+    dpo: object,
+) -> str | None:
+    if processes == 1:
+        return None
+    reasons = {
+        "train.optimizer.kind muon, which needs whole matrices": optimizer == "muon",
+        "train.zero_stage 3": zero_stage == 3,
+        "train.expert_parallel": expert_parallel > 1,
+        "train.sequence_parallel": sequence_parallel > 1,
+        "train.compile": compiled,
+        "train.offload": offload != "none",
+        "model.prediction, whose depths are not divided": prediction is not None,
+        "reasoning, whose adapters are not divided": reasoning is not None,
+        "train.dpo": dpo is not None,
+    }
+    return next((f"1 with {reason}" for reason, refused in reasons.items() if refused), None)
+
+
+RULES = (
+    Rule(("train.expert_parallel", "model.feed_forward.experts", "model.feed_forward.kind"), _expert_parallel),
+    Rule(
+        (
+            "train.expert_parallel",
+            *(f"reasoning.phases.{name}.steps" for name in ("acceptance", "policy", "operations")),
+        ),
+        _rollouts,
+    ),
+    Rule(("train.sequence_parallel", "data.row_length"), _slices),
+    Rule(("train.sequence_parallel", "model.mixer_layers", "model.feed_forward.kind"), _of_plugins),
+    Rule(
+        ("train.sequence_parallel", "data.row_length", "model.mamba.conv_width", "model.mixer_layers"),
+        _slices_of_convolution,
+    ),
+    Rule(
+        (
+            *("train.sequence_parallel", "model.attention.heads", "model.attention.kv_heads"),
+            *("model.attention_fraction", "model.mixer_layers"),
+        ),
+        _slices_of_heads,
+    ),
+    Rule(
+        (
+            *("train.sequence_parallel", "model.prediction", "model.depth", "model.feed_forward.drop", "reasoning"),
+            "train.dpo",
+        ),
+        _whole_rows,
+    ),
+    Rule(("train.tensor_parallel", "model.mixer_layers", "model.feed_forward.kind"), _of_plugins),
+    Rule(
+        (
+            *("train.tensor_parallel", "model.attention.heads", "model.attention.kv_heads"),
+            *("model.attention_fraction", "model.mixer_layers"),
+        ),
+        _shares_of_heads,
+    ),
+    Rule(
+        (
+            *("train.tensor_parallel", "model.d_model", "model.rwkv.head_size", "model.mamba.groups"),
+            *("model.attention_fraction", "model.mixer_layers"),
+        ),
+        _shares_of_recurrences,
+    ),
+    Rule(("train.tensor_parallel", *WIDTHS), _shares_of_widths),
+    Rule(("train.tensor_parallel", "model.bigrams"), _shares_of_bigrams),
+    Rule(
+        (
+            *("train.tensor_parallel", "train.optimizer.kind", "train.zero_stage", "train.expert_parallel"),
+            *("train.sequence_parallel", "train.compile", "train.offload", "model.prediction", "reasoning"),
+            "train.dpo",
+        ),
+        _not_divided,
+    ),
+)
