@@ -19,7 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-CHUNK = 1 << 24  # logits of the loss in memory at once
+from cdrmix.kernels.common.products import add_product, mm
+from cdrmix.ops.weights import compute_weight
+
+MOST_LOGITS = 1 << 24  # of the loss in memory at once
+MOST_ROWS = 1 << 13  # of a chunk; PyTorch sums fewer than 32,768 numbers on one thread, always in the same order
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,9 @@ def cross_entropy(hidden_RD: Tensor, weight_VD: Tensor, targets: Tensor, weights
     """`ops.linear_cross_entropy` with this rank's rows of the head: the weighted sum of cross-entropies, in nats.
 
     hidden: [R, D], whole in every rank. weight: [V / size, D]. targets: int64 [R] or [S, R], ids of the whole
-    vocabulary. weights: of their shape. Returns a scalar, or [S]; the same bits in every rank. The gradients are
-    computed in the forward pass, and all sets must get the same gradient.
+    vocabulary. weights: of their shape; a row without a weight other than 0 gets gradients of zero, whatever its hidden
+    state. Returns a scalar, or [S]; the same bits in every rank. The gradients are computed in the forward pass, and
+    all sets must get the same gradient.
     """
     sets = targets.ndim == 2
     if not sets:
@@ -175,12 +180,12 @@ class _CrossEntropy(torch.autograd.Function):
         device = hidden_RD.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
         wide = torch.float64 if hidden_RD.dtype == torch.float64 else torch.float32
-        products_VD = weight_VD.detach().to(dtype)
+        narrow_VD = compute_weight(weight_VD, dtype)
         rows = len(weight_VD)
         hidden_gradient = torch.empty_like(hidden_RD, dtype=wide)
         weight_gradient = torch.zeros_like(weight_VD, dtype=wide)
         losses = []
-        step = max(1, CHUNK // rows)
+        step = min(MOST_ROWS, max(1, MOST_LOGITS // rows))
         with torch.autocast(device, enabled=False):
             for hidden, targets, weights, gradient in zip(
                 hidden_RD.detach().to(dtype).split(step),
@@ -189,7 +194,8 @@ class _CrossEntropy(torch.autograd.Function):
                 hidden_gradient.split(step),
                 strict=True,
             ):
-                logits = (hidden @ products_VD.mT).to(wide)
+                hidden = hidden.masked_fill(~(weights != 0).any(0).unsqueeze(1), 0)
+                logits = mm(hidden, narrow_VD.mT).to(wide)
                 largest = group.reduce_(logits.amax(1), dist.ReduceOp.MAX)
                 mine = (targets >= 0) & (targets < rows)
                 index = targets.clamp(0, rows - 1)
@@ -200,9 +206,8 @@ class _CrossEntropy(torch.autograd.Function):
                 losses.append((weights * (normalizer - sums[1:])).sum(1))
                 logits.mul_((weights.sum(0) / sums[0]).unsqueeze(1))
                 logits.scatter_add_(1, index.mT, -torch.where(mine, weights, 0.0).mT)
-                narrow = logits.to(dtype)
-                gradient.copy_(narrow @ products_VD)
-                weight_gradient += (narrow.mT @ hidden).to(wide)
+                gradient.copy_(mm(logits.to(dtype), narrow_VD))
+                add_product(weight_gradient, logits.to(dtype), hidden)
             group.reduce_(hidden_gradient)
         ctx.save_for_backward(hidden_gradient.to(hidden_RD.dtype), weight_gradient.to(weight_VD.dtype))
         return torch.stack(losses).sum(0)

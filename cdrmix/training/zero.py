@@ -42,13 +42,15 @@ def deepspeed_stage(train: Train, processes: int) -> Stage:
 
 
 def check_zero_stage(train: Train, processes: int) -> None:
-    """Raises ConfigError for ZeRO with one process, where it shards nothing and costs memory and time.
+    """Raises ConfigError for ZeRO with one process, or as many as divide a model, where it shards nothing and costs
+    memory and time.
 
     Not for bf16 weights and offload, which are modes of ZeRO.
     """
     modes = train.weights == "bf16" or train.offload != "none"
-    if processes == 1 and zero_stage(train, processes) > 0 and not modes:
+    if processes == train.tensor_parallel and zero_stage(train, processes) > 0 and not modes:
+        alone = "one process" if processes == 1 else f"{processes} processes and train.tensor_parallel={processes}"
         raise ConfigError(
-            f"train.zero_stage: {train.zero_stage} shards nothing with one process, and keeps a second copy of all "
-            "weights and gradients. Set it to auto or 0, or start several processes (--nproc; for plan: --gpus)"
+            f"train.zero_stage: {train.zero_stage} shards nothing with {alone}, and keeps a second copy of all "
+            "weights and gradients. Set it to auto or 0, or start more processes (--nproc; for plan: --gpus)"
         )

@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from cdrmix.errors import ConfigError
+from cdrmix.plan.memory import memory_of
+from cdrmix.training.build import build_loss_model
+from cdrmix.training.launch import check_processes
+
 HEADS = ("model.attention.heads=4", "model.attention.kv_heads=4", "model.bigrams={rows: 52}")
 SIZES = ("model.d_model=64", "model.attention.qk_norm=true", "model.mamba.groups=4")
 
@@ -38,5 +43,59 @@ def test_shares_give_the_gradients_of_whole_layers(
 def test_the_engine_trains_shares_as_whole_layers(work, tmp_path: Path, hybrid: tuple[str, ...]) -> None:
     """Two groups of two processes with different rows."""
     sizes = (*hybrid, *HEADS, *SIZES, "train.tensor_parallel=2")
-    for case, error in told(work, "engines", tmp_path, 4, *sizes, steps="4", stages="012").items():
+    for case, error in told(work, "engines", tmp_path, 4, *sizes, steps="2", stages="012").items():
         assert error < 1e-5, case
+
+
+def test_what_is_not_divided_is_refused(make_config, hybrid: tuple[str, ...]) -> None:
+    even = ("model.d_model=32", "model.attention.kv_heads=2", "model.rwkv.head_size=16")
+    for reason, *overrides in (
+        (r"must divide model\.attention\.heads=2", "train.tensor_parallel=4"),
+        (r"must divide model\.attention\.kv_heads=1", "train.tensor_parallel=2"),
+        (r"must divide the 1 heads of RWKV-7", "train.tensor_parallel=2", "model.attention.kv_heads=2"),
+        (r"must divide model\.mamba\.groups=1", *hybrid, *even, "model.mamba.groups=1", "train.tensor_parallel=2"),
+        (r"must divide model\.feed_forward\.hidden=15", "model.feed_forward.hidden=15", "train.tensor_parallel=2"),
+        (r"must divide model\.bigrams\.rows=7", "model.bigrams={rows: 7}", "train.tensor_parallel=2"),
+        (r"1 with train\.optimizer\.kind muon", "train.optimizer=muon", "train.tensor_parallel=2"),
+        (r"1 with train\.zero_stage 3", "train.zero_stage=3", "train.tensor_parallel=2"),
+        (r"1 with train\.expert_parallel", "train.expert_parallel=2", "train.tensor_parallel=2"),
+        (r"1 with train\.sequence_parallel", "train.sequence_parallel=2", "train.tensor_parallel=2"),
+        (r"1 with model\.prediction", "model.prediction={tokens: 2}", "train.tensor_parallel=2"),
+        (r"1 with count of a plugin", "train.tensor_parallel=2", "model.feed_forward.kind=count"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            make_config(*overrides)
+    config = make_config(*even, "train.tensor_parallel=2")
+    check_processes(config, 2)  # together they have the 8 rows of a micro-batch
+    with pytest.raises(
+        ConfigError, match=r"train\.tensor_parallel: must divide the number of processes \(--nproc\), 3"
+    ):
+        check_processes(config, 3)
+    with pytest.raises(ConfigError, match=r"the 4 processes over train\.tensor_parallel=2, 16; found 8"):
+        check_processes(config, 4)
+    with pytest.raises(ConfigError, match=r"needs a multiple of as many processes"):
+        build_loss_model(config)
+
+
+def test_a_plan_has_a_share_of_the_state(make_config) -> None:
+    """Of a model of which nearly everything is divided."""
+
+    def planned(divided: int, processes: int) -> dict[str, int]:
+        sizes = (
+            "model.d_model=256",
+            "model.attention.heads=4",
+            "model.attention.kv_heads=4",
+            "model.rwkv.head_size=32",
+        )
+        config = make_config(
+            *sizes, "model.feed_forward.hidden=1024", "train.zero_stage=auto", f"train.tensor_parallel={divided}"
+        )
+        return {each.name: each.bytes for each in memory_of(config, "cuda", processes).components}
+
+    one, two, four, copied = planned(1, 1), planned(2, 2), planned(4, 4), planned(2, 4)
+    for name in ("weights", "optimizer"):
+        assert 0.5 * one[name] < two[name] < 0.51 * one[name]
+        assert 0.25 * one[name] < four[name] < 0.26 * one[name]
+    assert copied["weights"] == two["weights"]
+    assert copied["optimizer"] == pytest.approx(two["optimizer"] / 2, rel=1e-3)  # by ZeRO-1 over the two copies
+    assert two["working"] < one["working"]
