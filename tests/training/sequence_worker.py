@@ -26,6 +26,7 @@ from cdrmix.model.sequence import SequenceGroup, SequenceSlice
 from cdrmix.runtime import seed_everything
 from cdrmix.training import deepspeed_config
 from cdrmix.training.build import build_loss_model
+from cdrmix.training.digests import digest
 from cdrmix.training.distributed import join
 from cdrmix.training.engine import make_engine
 from cdrmix.training.launch import exit_worker
@@ -159,7 +160,8 @@ def configured(order: dict[str, Any], *overrides: str) -> Config:
 
 
 def engines(order: dict[str, Any]) -> int:
-    """Writes to `where` the largest errors of losses and weights in steps of the engine at every ZeRO stage."""
+    """Writes to `where` the largest errors of losses and weights in steps of the engine at each of the ZeRO `stages`,
+    and how many digests are not those of the whole weights."""
     results = {}
     for stage in map(int, order["stages"]):
         fixed = (
@@ -207,7 +209,10 @@ def engines(order: dict[str, Any]) -> int:
             engine.zero()
             losses = max(losses, abs(world.total_of_rows(found).item() / expected - 1))
         results[f"losses {stage}"] = losses
-        weights = engine.weights()
+        weights, digests = engine.weights(), engine.digests().weights.tolist()
+        if world.is_main_process:
+            pairs = zip(engine.trained, digests, strict=True)
+            results[f"digests {stage}"] = float(sum(int(digest(weights[name])) != found for name, found in pairs))
         for name, value in plain.language_model.named_parameters() if world.is_main_process else ():
             error = relative(weights[name], value.detach())
             results[f"weights {stage}"] = max(results.get(f"weights {stage}", 0.0), error)

@@ -13,6 +13,7 @@ from cdrmix.plan.memory import memory_of
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.launch import check_processes
 
+DEPTH = "model.depth={capacity: 0.5, part: both}"
 HEADS = ("model.attention.heads=4", "model.attention.kv_heads=4", "model.bigrams={rows: 52}")
 SIZES = ("model.d_model=64", "model.attention.qk_norm=true", "model.mamba.groups=4")
 
@@ -31,7 +32,7 @@ def test_shares_give_the_gradients_of_whole_layers(
     work, tmp_path: Path, hybrid: tuple[str, ...], processes: int
 ) -> None:
     parallel = f"train.tensor_parallel={processes}"
-    for case, error in told(work, "shares", tmp_path, processes, *hybrid, *HEADS, *SIZES, parallel).items():
+    for case, error in told(work, "shares", tmp_path, processes, *hybrid, *HEADS, *SIZES, DEPTH, parallel).items():
         if case.startswith("without"):
             assert error > 1e-6, case
         else:
