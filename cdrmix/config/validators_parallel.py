@@ -115,7 +115,6 @@ def _shares_of_bigrams(processes: int, bigrams: Mapping[str, Any] | None) -> str
 def _not_divided(
     processes: int,
     optimizer: str,
-    zero_stage: int | str,
     expert_parallel: int,
     sequence_parallel: int,
     compiled: bool,
@@ -128,7 +127,6 @@ def _not_divided(
         return None
     reasons = {
         "train.optimizer.kind muon, which needs whole matrices": optimizer == "muon",
-        "train.zero_stage 3": zero_stage == 3,
         "train.expert_parallel": expert_parallel > 1,
         "train.sequence_parallel": sequence_parallel > 1,
         "train.compile": compiled,
@@ -188,7 +186,7 @@ RULES = (
     Rule(("train.tensor_parallel", "model.bigrams"), _shares_of_bigrams),
     Rule(
         (
-            *("train.tensor_parallel", "train.optimizer.kind", "train.zero_stage", "train.expert_parallel"),
+            *("train.tensor_parallel", "train.optimizer.kind", "train.expert_parallel"),
             *("train.sequence_parallel", "train.compile", "train.offload", "model.prediction", "reasoning"),
             "train.dpo",
         ),

@@ -17,7 +17,6 @@ from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.launch import launch
 
 PROCESSES = (1, 2, 4, 8)  # divide the rows of the model and its heads, and divide its experts or are a multiple of them
-DIVIDED = ", layers over 2 processes"
 MESSAGE = 1 << 24  # elements; 64 MiB
 
 
@@ -46,9 +45,9 @@ def work(folder: Path, device: str) -> None:
         experts = min(world.size, config.cdrmix_model.feed_forward.experts)
         modes[f", experts over {experts} processes"] = [f"train.expert_parallel={experts}"]
         modes[f", tokens of a row over {world.size} processes"] = [f"train.sequence_parallel={world.size}"]
-        modes[DIVIDED] = ["train.tensor_parallel=2"]
+        modes[", layers over 2 processes"] = ["train.tensor_parallel=2"]
     for mode, keys in modes.items():
-        for stage in (0, 1, 2) if mode == DIVIDED else (0, 1, 2, 3):
+        for stage in (0, 1, 2, 3):
             layout = configuration(folder, device, f"train.zero_stage={stage}", "train.micro_batch_rows=1", *keys)
             findings.append(engine(f"ZeRO {stage}{mode}", layout, config, shards))
     if world.is_main_process:

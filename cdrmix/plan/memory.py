@@ -82,7 +82,7 @@ def _buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[
         largest *= ffn.experts // config.train.expert_parallel
         if ffn.dense_layers:
             largest = max(largest, widening * model.d_model * ffn.dense_width)
-    largest = max(largest, model.vocab_size * model.d_model)
+    largest = max(largest, model.vocab_size * model.d_model) // config.train.tensor_parallel
     live = min(here, max(MOST_LIVE, largest))
     why = "gathered weights, and gradients of the largest module"
     yield Component("gathered", FP32 * (live + largest), why)

@@ -12,11 +12,12 @@ from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.sequence import SequenceGroup
-from cdrmix.model.tensor_parallel import TensorGroup, divide
+from cdrmix.model.tensor_parallel import divide
 from cdrmix.training.compiling import compile_blocks
 from cdrmix.training.distributed import TIMEOUT
 from cdrmix.training.expert_parallel import expert_layer
 from cdrmix.training.sharded_construction import partitioner
+from cdrmix.training.tensor_groups import TensorGroups
 
 
 def narrow_residual(config: Config) -> bool:
@@ -44,28 +45,17 @@ def build_loss_model(config: Config) -> LossModel:
 
 def _partition(config: Config) -> Callable[[nn.Module], None] | None:
     """What each part of a model becomes as soon as it is made; None: it stays whole."""
-    group, partition = tensor_group(config), partitioner(config)
-    if group is None:
-        return partition
+    groups = TensorGroups.make(config)
+    if groups is None:
+        return partitioner(config)
+    partition = partitioner(config, groups)
 
     def share(part: nn.Module) -> None:
-        divide(part, group)
+        divide(part, groups)
         if partition is not None:
             partition(part)
 
     return share
-
-
-def tensor_group(config: Config) -> TensorGroup | None:
-    """The processes that divide every layer with this one; None with train.tensor_parallel 1. Every process calls."""
-    size = config.train.tensor_parallel
-    if size == 1:
-        return None
-    if not dist.is_initialized() or dist.get_world_size() % size:
-        raise ConfigError(f"train.tensor_parallel: {size} needs a multiple of as many processes (--nproc)")
-    group, _ = dist.new_subgroups(size, timeout=TIMEOUT)
-    assert group is not None
-    return TensorGroup(group, dist.get_rank(group), size)
 
 
 def sequence_group(config: Config) -> SequenceGroup | None:

@@ -17,6 +17,8 @@ How a gradient is computed. What DeepSpeed 0.19 does is read in its source and t
 - ZeRO-3 gathers a parameter for the module that owns it. The head's weight is read outside of its module. DeepSpeed's
   parameter dictionary detects this and gathers the weight for the module that reads it (the loss model).
 - With expert parallelism (`expert_parallel.py`) a process has its own experts; everything else is replicated.
+- With tensor parallelism (`tensor_groups.py`) a process has its share of every layer. DeepSpeed gets the groups as
+  `mpu`: it divides by the number of processes with the same share, and counts each share once in the norm.
 """
 
 from __future__ import annotations
@@ -242,7 +244,7 @@ class Engine:
         if self._experts is not None:
             group = self._experts.experts.group
         elif self._shares is not None:
-            group = self._shares.tensor.group
+            group = self._shares.group
         self._norm = total_norm(gradients, group)
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.gradient_clip, self._norm, foreach=True)
         return self._norm
@@ -432,7 +434,7 @@ class Engine:
 
     def _saves(self, parameter: Tensor) -> bool:
         """Whether no other process saves the state of this process's elements of a parameter."""
-        if self._shares is not None and self._shares.tensor.rank > 0 and cut_of(parameter) is None:
+        if self._shares is not None and self._shares.rank > 0 and cut_of(parameter) is None:
             return False
         if self._owners is not None:
             return self._owners.saves(parameter)

@@ -87,14 +87,18 @@ class ModelWeights:
         return whole
 
     def _owners(self) -> dict[str, int]:
-        """A rank for each saved parameter: the largest first, each to the rank with the fewest elements; experts to the
-        ranks that hold the first copy of each."""
+        """A rank for each saved parameter: the largest first, each to the rank with the fewest elements; experts and
+        shares to the ranks that hold the first copy of each."""
         elements = [0] * self._world.size
         sizes = {name: self.place(parameter)[1].numel() for name, parameter in self._saved.items()}
         owners = {}
         for name in sorted(sizes, key=lambda name: -sizes[name]):
-            expert = is_expert_shard(self._saved[name])
-            ranks = range(self._experts.experts.size if expert and self._experts is not None else self._world.size)
+            ranks = range(self._world.size)
+            if is_expert_shard(self._saved[name]):
+                assert self._experts is not None
+                ranks = range(self._experts.experts.size)
+            elif self._shares is not None:
+                ranks = range(self._shares.size)
             owners[name] = min(ranks, key=lambda rank: elements[rank])
             elements[owners[name]] += sizes[name]
         return owners
@@ -116,7 +120,8 @@ class ModelWeights:
                 else:
                     if self._world.rank == 0:
                         parameter.copy_(weights[name])
-                    if self._stage < 3 and self._world.size > 1:
+                    # The context of ZeRO-3 sends it to the processes with the same share, of which rank 0 is one.
+                    if self._world.size > 1 and (self._stage < 3 or self._shares is not None):
                         dist.broadcast(parameter.data, 0)
         for name, buffer in self._buffers.items():
             if self._world.rank == 0:
@@ -178,7 +183,7 @@ class ModelWeights:
         if cut is None:
             return None
         assert self._shares is not None
-        return Share(cut, self._shares.tensor.rank, self._shares.tensor.size)
+        return Share(cut, self._shares.rank, self._shares.size)
 
     def _held(self, parameter: Any) -> Tensor:
         held: Tensor = parameter.ds_tensor.data if self._stage == 3 else parameter.data

@@ -15,13 +15,15 @@ from torch import nn
 from cdrmix.config.schema import Config
 from cdrmix.training.deepspeed_config import deepspeed_config
 from cdrmix.training.distributed import join
+from cdrmix.training.tensor_groups import TensorGroups
 from cdrmix.training.zero import deepspeed_stage
 
 
-def partitioner(config: Config) -> Callable[[nn.Module], None] | None:
+def partitioner(config: Config, shares: TensorGroups | None = None) -> Callable[[nn.Module], None] | None:
     """What replaces the parameters of a part by this process's partitions of them; None below ZeRO-3.
 
-    Experts of expert parallelism are partitioned over the processes that have the same ones (`expert_layer`).
+    shares: of tensor parallelism; a share is partitioned over the processes that have the same one. Experts of expert
+    parallelism are partitioned over the processes that have the same ones (`expert_layer`).
     """
     if not dist.is_initialized() or deepspeed_stage(config.train, dist.get_world_size()) < 3:
         return None
@@ -30,6 +32,7 @@ def partitioner(config: Config) -> Callable[[nn.Module], None] | None:
     settings = deepspeed_config(config, join(config))
 
     def partition(part: nn.Module) -> None:
-        deepspeed.zero.Init(module=part, config_dict_or_path=settings)
+        copies = None if shares is None else shares.copies
+        deepspeed.zero.Init(module=part, config_dict_or_path=settings, data_parallel_group=copies, mpu=shares)
 
     return partition

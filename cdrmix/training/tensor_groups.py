@@ -12,41 +12,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cdrmix.config.schema import Config
+from cdrmix.errors import ConfigError
 from cdrmix.model.tensor_parallel import Cut, Divisible, TensorGroup, cut_of
 from cdrmix.training.distributed import TIMEOUT
 
 
 @dataclass(frozen=True)
-class TensorGroups:
-    """The groups of this process: `tensor` has the ranks with the other shares, `copies` those with the same ones.
+class TensorGroups(TensorGroup):
+    """The ranks with the other shares, and `copies`, those with the same ones.
 
-    DeepSpeed takes an instance as `mpu`, and calls the methods get_*, whose names are Megatron's.
+    The modules of a divided model have an instance. DeepSpeed takes it as `mpu`, and calls the methods get_*, whose
+    names are Megatron's.
     """
 
-    tensor: TensorGroup
     copies: dist.ProcessGroup
 
     @classmethod
-    def of(cls, model: nn.Module) -> TensorGroups | None:
-        """The groups of a model that was divided; None: it was not. Every process calls."""
-        tensor = next(
-            (each.tensor for each in model.modules() if isinstance(each, Divisible) and each.tensor is not None), None
-        )
-        if tensor is None:
+    def make(cls, config: Config) -> TensorGroups | None:
+        """New groups of train.tensor_parallel; None where it is 1. Every process calls.
+
+        Nothing keeps them but the model: see distributed._leave.
+        """
+        size = config.train.tensor_parallel
+        if size == 1:
             return None
-        size, world = tensor.size, dist.get_world_size()
+        if not dist.is_initialized() or dist.get_world_size() % size:
+            raise ConfigError(f"train.tensor_parallel: {size} needs a multiple of as many processes (--nproc)")
+        world = dist.get_world_size()
+        group, _ = dist.new_subgroups(size, timeout=TIMEOUT)
         copies, _ = dist.new_subgroups_by_enumeration(
             [list(range(first, world, size)) for first in range(size)], timeout=TIMEOUT
         )
+        assert group is not None
         assert copies is not None
-        return cls(tensor, copies)
+        return cls(group, dist.get_rank(group), size, copies)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> TensorGroups | None:
+        """The groups of a model that was divided; None: it was not."""
+        tensors = (each.tensor for each in model.modules() if isinstance(each, Divisible))
+        return next((each for each in tensors if isinstance(each, cls)), None)
 
     def gather(self, mine: Tensor, cut: Cut, owner: int = 0) -> Tensor | None:
         """The whole tensor in one rank; None in the others. owner: one of the first S ranks. All ranks call."""
         if dist.get_rank(self.copies) > 0:
             return None  # only the first copy of each share sends
-        shares = [torch.empty_like(mine) for _ in range(self.tensor.size)] if self.tensor.rank == owner else None
-        dist.gather(mine.contiguous(), shares, group=self.tensor.group, group_dst=owner)
+        shares = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == owner else None
+        dist.gather(mine.contiguous(), shares, group=self.group, group_dst=owner)
         return None if shares is None else cut.whole(shares)
 
     def scatter(self, mine: Tensor, cut: Cut, whole: Tensor | None) -> None:
@@ -55,18 +68,18 @@ class TensorGroups:
             shares = None
             if whole is not None:
                 whole = whole.to(mine.device, mine.dtype)
-                shares = [cut.share(whole, rank, self.tensor.size).contiguous() for rank in range(self.tensor.size)]
-            dist.scatter(mine, shares, group=self.tensor.group, group_src=0)
+                shares = [cut.share(whole, rank, self.size).contiguous() for rank in range(self.size)]
+            dist.scatter(mine, shares, group=self.group, group_src=0)
         dist.broadcast(mine, group=self.copies, group_src=0)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.tensor.group
+        return self.group
 
     def get_model_parallel_rank(self) -> int:
-        return self.tensor.rank
+        return self.rank
 
     def get_model_parallel_world_size(self) -> int:
-        return self.tensor.size
+        return self.size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self.copies

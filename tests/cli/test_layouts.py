@@ -46,11 +46,11 @@ def test_whole_layers_are_divided_and_joined(arguments: Arguments, tmp_path: Pat
         arguments,
         tmp_path,
         (1, 2, "train.tensor_parallel=2"),
-        (2, 4, "train.tensor_parallel=2", "train.zero_stage=1"),
+        (2, 4, "train.tensor_parallel=2", "train.zero_stage=3"),
         (3, 2, "train.tensor_parallel=1", "train.zero_stage=2"),
         told=(
             *("processes: 1 before, 2 now", "tensor_parallel: 1 before, 2 now", "processes: 2 before, 4 now"),
-            *("zero_stage: 0 before, 1 now", "processes: 4 before, 2 now", "zero_stage: 1 before, 2 now"),
+            *("zero_stage: 0 before, 3 now", "processes: 4 before, 2 now", "zero_stage: 3 before, 2 now"),
             "tensor_parallel: 2 before, 1 now",
         ),
     )

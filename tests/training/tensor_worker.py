@@ -20,9 +20,10 @@ from worker import relative
 
 from cdrmix.data.batch import Batch
 from cdrmix.model.tensor_parallel import Divisible, TensorGroup, cut_of
-from cdrmix.training.build import build_loss_model, tensor_group
+from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join
 from cdrmix.training.launch import exit_worker
+from cdrmix.training.tensor_groups import TensorGroups
 
 
 def uncopied(self: TensorGroup, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,7 @@ def worst(order: dict[str, Any], layout: list[int], dtype: torch.dtype, guard: s
     plain = perturbed(whole, dtype)
     expected = run(plain, batch, 1.0)
     divided = build_loss_model(config).to(dtype)
-    group = tensor_group(config)
+    group = TensorGroups.of(divided)
     assert group is not None
     with torch.no_grad():
         for mine, theirs in zip(divided.parameters(), plain.parameters(), strict=True):
