@@ -43,6 +43,11 @@ ALLOWED = {
     "make_token_example": "docs/data.md: tasks in ids, for the training loop of a user",
 }
 # Methods and properties of the classes in cdrmix/hf that transformers reads.
+ALLOWED |= {
+    f"get_{kind}_parallel_{what}": "DeepSpeed calls it: Megatron's interface of process groups"
+    for kind in ("data", "model")
+    for what in ("group", "rank", "world_size")
+}
 ALLOWED |= dict.fromkeys(
     [
         "_init_weights",

@@ -107,9 +107,37 @@ MUTATIONS = (
     Mutation(
         "engine: gradients are not divided by the number of processes",
         "cdrmix/training/engine.py",
-        "self.share = 1.0 / (count * self.world.size)",
+        "self.share = 1.0 / (count * self.world.replicas)",
         "self.share = 1.0 / count",
         ("tests/training/test_engine.py::test_gradients_norm_and_update_equal_plain_pytorch",),
+    ),
+    Mutation(
+        "tensor parallelism: gradients are summed over processes with other shares too",
+        "cdrmix/training/engine.py",
+        "everyone = dist.group.WORLD if self._shares is None else self._shares.copies",
+        "everyone = dist.group.WORLD",
+        ("tests/training/test_tensor_parallel.py::test_the_engine_trains_shares_as_whole_layers",),
+    ),
+    Mutation(
+        "tensor parallelism: the norm has the shares of one process",
+        "cdrmix/model/tensor_parallel.py",
+        "share.tensor_model_parallel, share.cut = True, cut",
+        "share.tensor_model_parallel, share.cut = False, cut",
+        ("tests/training/test_tensor_parallel.py::test_the_engine_trains_shares_as_whole_layers",),
+    ),
+    Mutation(
+        "tensor parallelism: weights that are whole are loaded by the first process of each share alone",
+        "cdrmix/training/model_weights.py",
+        "self._world.size > 1 and (self._stage < 3 or self._shares is not None)",
+        "self._world.size > 1 and self._stage < 3",
+        ("tests/training/test_tensor_parallel.py::test_the_engine_trains_shares_as_whole_layers",),
+    ),
+    Mutation(
+        "tensor parallelism: a router has the gradient of one share of its experts",
+        "cdrmix/model/feed_forward/moe.py",
+        "weights_TK=self.copied(routing.weights_TK)",
+        "weights_TK=routing.weights_TK",
+        ("tests/training/test_tensor_parallel.py::test_shares_give_the_gradients_of_whole_layers",),
     ),
     Mutation(
         "batch warm-up: rows of smaller batches are left out",
