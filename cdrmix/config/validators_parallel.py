@@ -43,14 +43,22 @@ def _slices_of_convolution(processes: int, row_length: int, width: int, mixers: 
 
 
 def _slices_of_heads(
-    processes: int, heads: int, kv_heads: int, fraction: float, mixers: Mapping[str, list[int]]
+    processes: int, divided: int, heads: int, kv_heads: int, fraction: float, mixers: Mapping[str, list[int]]
 ) -> str | None:
     if not fraction and not mixers.get("attention"):
         return None
-    if heads % processes:
-        return f"must divide model.attention.heads={heads}"
-    refused = kv_heads % processes and processes % kv_heads
-    return f"a divisor or a multiple of model.attention.kv_heads={kv_heads}" if refused else None
+    if heads % divided or kv_heads % divided:
+        return None  # _shares_of_heads refuses it
+    of_share = "" if divided == 1 else f", of which a share of train.tensor_parallel={divided} has"
+    for key, count, refused in (
+        ("heads", heads, heads // divided % processes > 0),
+        ("kv_heads", kv_heads, kv_heads // divided % processes > 0 and processes % (kv_heads // divided) > 0),
+    ):
+        if refused:
+            allowed = "must divide" if key == "heads" else "a divisor or a multiple of"
+            rest = f"{of_share} {count // divided}" if of_share else ""
+            return f"{allowed} model.attention.{key}={count}{rest}"
+    return None
 
 
 def _of_plugins(processes: int, mixers: Mapping[str, list[int]], feed_forward: str) -> str | None:
@@ -116,7 +124,6 @@ def _not_divided(
     processes: int,
     optimizer: str,
     expert_parallel: int,
-    sequence_parallel: int,
     compiled: bool,
     offload: str,
     prediction: object,
@@ -128,7 +135,6 @@ def _not_divided(
     reasons = {
         "train.optimizer.kind muon, which needs whole matrices": optimizer == "muon",
         "train.expert_parallel": expert_parallel > 1,
-        "train.sequence_parallel": sequence_parallel > 1,
         "train.compile": compiled,
         "train.offload": offload != "none",
         "model.prediction, whose depths are not divided": prediction is not None,
@@ -155,7 +161,7 @@ RULES = (
     ),
     Rule(
         (
-            *("train.sequence_parallel", "model.attention.heads", "model.attention.kv_heads"),
+            *("train.sequence_parallel", "train.tensor_parallel", "model.attention.heads", "model.attention.kv_heads"),
             *("model.attention_fraction", "model.mixer_layers"),
         ),
         _slices_of_heads,
@@ -187,8 +193,7 @@ RULES = (
     Rule(
         (
             *("train.tensor_parallel", "train.optimizer.kind", "train.expert_parallel"),
-            *("train.sequence_parallel", "train.compile", "train.offload", "model.prediction", "reasoning"),
-            "train.dpo",
+            *("train.compile", "train.offload", "model.prediction", "reasoning", "train.dpo"),
         ),
         _not_divided,
     ),

@@ -63,11 +63,16 @@ def sequence_group(config: Config) -> SequenceGroup | None:
 
     Every process calls. Nothing keeps the group but the model: see distributed._leave.
     """
-    size = config.train.sequence_parallel
+    size, apart = config.train.sequence_parallel, config.train.tensor_parallel
     if size == 1:
         return None
-    if not dist.is_initialized() or dist.get_world_size() % size:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world % (size * apart):
         raise ConfigError(f"train.sequence_parallel: {size} needs a multiple of as many processes (--nproc)")
-    group, _ = dist.new_subgroups(size, timeout=TIMEOUT)
+    # As DistributedContext.loader_ranks has it: processes that divide the layers are neighbours.
+    firsts = [row + share for row in range(0, world, size * apart) for share in range(apart)]
+    group, _ = dist.new_subgroups_by_enumeration(
+        [list(range(first, first + size * apart, apart)) for first in firsts], timeout=TIMEOUT
+    )
     assert group is not None
     return SequenceGroup(group, dist.get_rank(group), size)

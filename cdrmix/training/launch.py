@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -224,17 +225,13 @@ def check_processes(config: Config, processes: int) -> None:
     """Raises ConfigError unless rows, their tokens and experts divide evenly among the processes, and ZeRO has
     something to shard."""
     train = config.train
-    together, shared = train.micro_batch_rows * processes, ""
-    for key, neighbours in (
-        ("sequence_parallel", train.sequence_parallel),
-        ("tensor_parallel", train.tensor_parallel),
-    ):
-        if processes % neighbours:
-            raise ConfigError(
-                f"train.{key}: must divide the number of processes (--nproc), {processes}; found {neighbours}"
-            )
-        if neighbours > 1:
-            together, shared = together // neighbours, f" over train.{key}={neighbours}"
+    parallel = {"sequence_parallel": train.sequence_parallel, "tensor_parallel": train.tensor_parallel}
+    parallel = {key: size for key, size in parallel.items() if size > 1}
+    keys, alike = " times ".join(f"train.{key}" for key in parallel), math.prod(parallel.values())
+    if processes % alike:
+        raise ConfigError(f"{keys}: must divide the number of processes (--nproc), {processes}; found {alike}")
+    together = train.micro_batch_rows * processes // alike
+    shared = f" over {keys}={alike}" if parallel else ""
     for key, rows in (("batch_rows", train.batch_rows), ("batch_warmup.rows", train.batch_sizes.first)):
         if rows % together:
             raise ConfigError(

@@ -48,6 +48,14 @@ def test_the_engine_trains_shares_as_whole_layers(work, tmp_path: Path, hybrid: 
         assert error < 1e-5, case
 
 
+@pytest.mark.slow
+def test_the_engine_trains_slices_of_shares(work, tmp_path: Path, hybrid: tuple[str, ...]) -> None:
+    """Four processes with the same rows."""
+    sizes = (*hybrid, *HEADS, *SIZES, "train.tensor_parallel=2", "train.sequence_parallel=2")
+    for case, error in told(work, "engines", tmp_path, 4, *sizes, steps="2", stages="03").items():
+        assert error < 1e-5, case
+
+
 def test_what_is_not_divided_is_refused(make_config, hybrid: tuple[str, ...]) -> None:
     even = ("model.d_model=32", "model.attention.kv_heads=2", "model.rwkv.head_size=16")
     for reason, *overrides in (
@@ -59,7 +67,10 @@ def test_what_is_not_divided_is_refused(make_config, hybrid: tuple[str, ...]) ->
         (r"must divide model\.bigrams\.rows=7", "model.bigrams={rows: 7}", "train.tensor_parallel=2"),
         (r"1 with train\.optimizer\.kind muon", "train.optimizer=muon", "train.tensor_parallel=2"),
         (r"1 with train\.expert_parallel", "train.expert_parallel=2", "train.tensor_parallel=2"),
-        (r"1 with train\.sequence_parallel", "train.sequence_parallel=2", "train.tensor_parallel=2"),
+        (
+            r"must divide model\.attention\.heads=2, of which a share of train\.tensor_parallel=2 has 1",
+            *(*even, "train.sequence_parallel=2", "train.tensor_parallel=2"),
+        ),
         (r"1 with model\.prediction", "model.prediction={tokens: 2}", "train.tensor_parallel=2"),
         (r"1 with count of a plugin", "train.tensor_parallel=2", "model.feed_forward.kind=count"),
     ):
