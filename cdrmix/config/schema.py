@@ -287,7 +287,8 @@ class Train(Section):
     tensor_parallel: PositiveInt = 1
     """Number of neighbouring processes that divide the heads, channels and ids of every layer, for models too large for
     one GPU. They should be GPUs of one machine: each layer sums its output over them. Must divide the number of
-    processes, the heads and key/value heads of every mixer, the widths of feed-forwards and the vocabulary."""
+    processes, the heads, key/value heads and groups of heads of every mixer, the widths of feed-forwards, the
+    vocabulary and the rows of bigrams."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False

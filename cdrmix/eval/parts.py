@@ -41,7 +41,8 @@ class PartScores:
                 self._add(model, batch.to(self._sums_P2.device), [FIM])
 
     def losses(self) -> dict[str, float]:
-        """Nats a token of each part with tokens, over all processes, each of which calls."""
+        """Nats a token of each part with tokens, over all processes, each of which calls. Processes with the same rows
+        count several times, which changes no mean."""
         if dist.is_initialized():
             dist.all_reduce(self._sums_P2)
         return {

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdrmix.kernels.common.products import add_product, mm
+from cdrmix.ops.cross_entropy import check_targets, unit_of
 from cdrmix.ops.weights import compute_weight
 
+IGNORED = -100  # a target that does not count, as of `ops.linear_cross_entropy`
 MOST_LOGITS = 1 << 24  # of the loss in memory at once
 MOST_ROWS = 1 << 13  # of a chunk; PyTorch sums fewer than 32,768 numbers on one thread, always in the same order
 
@@ -135,17 +137,25 @@ def cut_of(parameter: Tensor) -> Cut | None:
 
 
 def cross_entropy(hidden_RD: Tensor, weight_VD: Tensor, targets: Tensor, weights: Tensor, group: TensorGroup) -> Tensor:
-    """`ops.linear_cross_entropy` with this rank's rows of the head: the weighted sum of cross-entropies, in nats.
+    """The weighted sum of cross-entropies, in nats, with this rank's rows of the head; as `ops.linear_cross_entropy`
+    computes it, without smoothing and z-loss.
 
     hidden: [R, D], whole in every rank. weight: [V / size, D]. targets: int64 [R] or [S, R], ids of the whole
-    vocabulary. weights: of their shape; a row without a weight other than 0 gets gradients of zero, whatever its hidden
-    state. Returns a scalar, or [S]; the same bits in every rank. The gradients are computed in the forward pass, and
-    all sets must get the same gradient.
+    vocabulary, or IGNORED. weights: of their shape; a row without a target that counts gets gradients of zero, whatever
+    its hidden state. Returns a scalar, or [S]; the same bits in every rank. The gradients are computed in the forward
+    pass, and all sets must get the same gradient. Raises ValueError for a target outside the vocabulary where
+    `ops.linear_cross_entropy` does.
     """
+    if type(targets) is Tensor:  # not one of a trace, which has no values
+        check_targets(targets, group.size * len(weight_VD), IGNORED)
     sets = targets.ndim == 2
     if not sets:
         targets, weights = targets.unsqueeze(0), weights.unsqueeze(0)
-    loss_S: Tensor = _CrossEntropy.apply(hidden_RD, weight_VD, targets, weights, group)
+    wide = torch.promote_types(hidden_RD.dtype, torch.float32)
+    weights = weights.to(wide).masked_fill(targets == IGNORED, 0)
+    unit = unit_of(weights, wide)  # the gradients are rounded to 16 bits with weights of at most 1
+    wanted = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
+    loss_S: Tensor = _CrossEntropy.apply(hidden_RD, weight_VD, targets, weights / unit, group, wanted) * unit
     return loss_S if sets else loss_S.squeeze(0)
 
 
@@ -171,49 +181,51 @@ class _Summed(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss and both gradients, over chunks of rows. The gradient of the hidden states is summed over the ranks."""
+    """The losses [S], and if wanted both gradients of their sum, over chunks of rows. The gradient of the hidden states
+    is summed over the ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_RD: Tensor, weight_VD: Tensor, targets_SR: Tensor, weights_SR: Tensor, group: TensorGroup
+        ctx: Any,
+        hidden_RD: Tensor,
+        weight_VD: Tensor,
+        targets_SR: Tensor,
+        weights_SR: Tensor,
+        group: TensorGroup,
+        wanted: bool,
     ) -> Tensor:
-        device = hidden_RD.device.type
+        device, wide, rows = hidden_RD.device.type, weights_SR.dtype, len(weight_VD)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_RD.dtype
-        wide = torch.float64 if hidden_RD.dtype == torch.float64 else torch.float32
-        narrow_VD = compute_weight(weight_VD, dtype)
-        rows = len(weight_VD)
-        hidden_gradient = torch.empty_like(hidden_RD, dtype=wide)
-        weight_gradient = torch.zeros_like(weight_VD, dtype=wide)
-        losses = []
-        step = min(MOST_ROWS, max(1, MOST_LOGITS // rows))
+        narrow_VD, narrow_RD = compute_weight(weight_VD, dtype), hidden_RD.detach().to(dtype)
+        hidden_gradient = hidden_RD.new_empty(hidden_RD.shape if wanted else 0, dtype=wide)
+        weight_gradient = weight_VD.new_zeros(weight_VD.shape if wanted else 0, dtype=wide)
+        losses = weights_SR.new_zeros(len(weights_SR))
+        size = min(MOST_ROWS, max(1, MOST_LOGITS // rows))
         with torch.autocast(device, enabled=False):
-            for hidden, targets, weights, gradient in zip(
-                hidden_RD.detach().to(dtype).split(step),
-                (targets_SR - group.rank * rows).split(step, 1),
-                weights_SR.to(wide).split(step, 1),
-                hidden_gradient.split(step),
-                strict=True,
-            ):
-                hidden = hidden.masked_fill(~(weights != 0).any(0).unsqueeze(1), 0)
+            for chunk in (slice(first, first + size) for first in range(0, len(hidden_RD), size)):
+                weights, targets = weights_SR[:, chunk], targets_SR[:, chunk] - group.rank * rows
+                hidden = narrow_RD[chunk].masked_fill(~(weights != 0).any(0).unsqueeze(1), 0)
                 logits = mm(hidden, narrow_VD.mT).to(wide)
                 largest = group.reduce_(logits.amax(1), dist.ReduceOp.MAX)
                 mine = (targets >= 0) & (targets < rows)
-                index = targets.clamp(0, rows - 1)
-                found = torch.where(mine, logits.gather(1, index.mT).mT, 0.0)  # [S, chunk]
-                logits = logits.sub_(largest.unsqueeze(1)).exp_()
+                index = targets.clamp(0, rows - 1).mT
+                found = logits.gather(1, index).mT.where(mine, 0)  # of the targets, in the rank that has them
+                logits.sub_(largest.unsqueeze(1)).exp_()
                 sums = group.reduce_(torch.cat([logits.sum(1).unsqueeze(0), found]))
-                normalizer = sums[0].log() + largest
-                losses.append((weights * (normalizer - sums[1:])).sum(1))
-                logits.mul_((weights.sum(0) / sums[0]).unsqueeze(1))
-                logits.scatter_add_(1, index.mT, -torch.where(mine, weights, 0.0).mT)
-                gradient.copy_(mm(logits.to(dtype), narrow_VD))
-                add_product(weight_gradient, logits.to(dtype), hidden)
+                losses += (weights * (sums[0].log() + largest - sums[1:])).sum(1)
+                if wanted:
+                    logits.mul_((weights.sum(0) / sums[0]).unsqueeze(1))
+                    logits.scatter_add_(1, index, -weights.where(mine, 0).mT)
+                    hidden_gradient[chunk] = mm(logits.to(dtype), narrow_VD)
+                    add_product(weight_gradient, logits.to(dtype), hidden)
+        if wanted:
             group.reduce_(hidden_gradient)
-        ctx.save_for_backward(hidden_gradient.to(hidden_RD.dtype), weight_gradient.to(weight_VD.dtype))
-        return torch.stack(losses).sum(0)
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        ctx.dtypes = hidden_RD.dtype, weight_VD.dtype
+        return losses
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         factor = gradients[0][0]
-        hidden_gradient, weight_gradient = (each * factor.to(each.dtype) for each in ctx.saved_tensors)
-        return hidden_gradient, weight_gradient, None, None, None
+        made = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *((gradient * factor).to(dtype) for gradient, dtype in made), None, None, None, None

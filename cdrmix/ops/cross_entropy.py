@@ -114,7 +114,7 @@ def _check(
         raise ValueError(f"{OP}: z_loss={z_loss}; choose a finite factor of at least 0")
 
 
-def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
+def check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
     """Raises ValueError for targets that are no token, on a CPU always and on a GPU with CDRMIX_DEBUG."""
     if targets.device.type != "cpu" and not debugging():
         return
@@ -147,12 +147,12 @@ def _loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The losses; dhidden in the dtype of the products and dweight in float32 at least, both empty unless wanted; and
     the factor that both have to be multiplied by."""
-    _check_targets(targets, weight.shape[0], ignore_index)
+    check_targets(targets, weight.shape[0], ignore_index)
     sets = len(targets) if hidden.ndim == targets.ndim else 1  # sets that share the logits of their rows
     rows = targets.numel() // sets
     with torch.autocast(hidden.device.type, enabled=False):  # an operator inherits autocast from its caller
         wide = torch.promote_types(dtype, torch.float32)
-        unit = _unit(weights, wide) if weights is not None else hidden.new_ones((), dtype=wide)
+        unit = unit_of(weights, wide) if weights is not None else hidden.new_ones((), dtype=wide)
         losses, dhidden, dweight = _kernels(hidden).cross_entropy_forward(
             hidden.reshape(rows, hidden.shape[-1]).to(dtype).contiguous(),
             compute_weight(weight, dtype).contiguous(),
@@ -178,7 +178,7 @@ def _sum(losses: Tensor) -> Tensor:
     return torch.stack([piece.sum(-1) for piece in losses.split(size, -1)], -1).sum(-1)
 
 
-def _unit(weights: Tensor, dtype: torch.dtype) -> Tensor:
+def unit_of(weights: Tensor, dtype: torch.dtype) -> Tensor:
     """The least power of two above every weight, by which division is exact; 1 where no weight is above 0."""
     largest = weights.to(dtype).abs().amax() if weights.numel() else weights.new_zeros((), dtype=dtype)
     exponent = torch.frexp(largest).exponent

@@ -73,11 +73,12 @@ def lasting_state(
     weight. single: parameters of the process that have one moment, by Muon, of `here` or with ZeRO of `shared`.
     """
     state = []
+    copies = processes // train.tensor_parallel
     whole = shards_whole_parameters(train, processes)  # then the weights themselves are updated
     if stage > 0 and not whole:
-        state.append(Component("masters", FP32 * shared, f"the float32 weights of ZeRO, 1/{processes}"))
+        state.append(Component("masters", FP32 * shared, f"the float32 weights of ZeRO, 1/{copies}"))
     moments = shared if stage > 0 else here
-    share = f", 1/{processes}" if stage > 0 else ""
+    share = f", 1/{copies}" if stage > 0 else ""
     which = "one of matrices, two of the rest" if single else "the two moments of AdamW"
     state.append(Component("optimizer", FP32 * (2 * moments - single), f"{which}{share}"))
     average = []
@@ -97,16 +98,17 @@ def lasting_state(
 
 def _gradients(train: Train, stage: int, processes: int, here: int, shared: int) -> Iterator[Component]:
     """Gradients that last between micro-batches; here, shared: as of `lasting_state`."""
+    copies = processes // train.tensor_parallel
     several = micro_batches(train, processes) > 1
     if stage < 2:
         if several:
             yield Component("gradients", FP32 * here, "float32, accumulated over the micro-batches")
         # Otherwise they are allocated while activations are freed: the trace includes them.
     elif stage == 2:
-        copies, why = (2, "accumulated, and of the micro-batch") if several else (1, "of the micro-batch")
-        yield Component("gradients", copies * FP32 * shared, f"float32, 1/{processes}, {why}")
+        times, why = (2, "accumulated, and of the micro-batch") if several else (1, "of the micro-batch")
+        yield Component("gradients", times * FP32 * shared, f"float32, 1/{copies}, {why}")
     else:
-        yield Component("gradients", FP32 * shared, f"float32, 1/{processes}")
+        yield Component("gradients", FP32 * shared, f"float32, 1/{copies}")
 
 
 def passes(config: Config, step: MicroBatch, *, elsewhere: int = 0, source: str = "") -> Iterator[Component]:
@@ -121,12 +123,13 @@ def passes(config: Config, step: MicroBatch, *, elsewhere: int = 0, source: str 
     yield Component("working", working, f"additional peak of the passes{source}")
 
 
-def checkpoint_bytes(train: Train, processes: int, parameters: int, single: int = 0) -> int:
+def checkpoint_bytes(train: Train, processes: int, parameters: int, single: int = 0, updated: int | None = None) -> int:
     """Main memory in which the first process gathers a checkpoint: parameters and average, without ZeRO the moments.
 
-    single: parameters that have one moment.
+    single: parameters that have one moment. updated: those of which it has the moments; None: all.
     """
-    moments = 2 * parameters - single if deepspeed_stage(train, processes) == 0 else 0
+    moments = 2 * (parameters if updated is None else updated) - single
+    moments = moments if deepspeed_stage(train, processes) == 0 else 0
     return FP32 * (parameters * (1 + (train.ema_decay is not None)) + moments)
 
 

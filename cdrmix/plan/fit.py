@@ -243,7 +243,8 @@ class _Search:
         unchanged = [(count, int(zero_stage(train, count))) for count in counts[1:] if zero_stage(train, count) > 0]
         least = max(zero_stage(train, processes), 1)
         most = 1 if train.optimizer.kind == "muon" else 3
-        higher = [(count, stage) for count in counts if count > 1 for stage in range(least, most + 1)]
+        several = [count for count in counts if count > train.tensor_parallel]
+        higher = [(count, stage) for count in several for stage in range(least, most + 1)]
         too_few = shared % (train.micro_batch_rows * 2 * processes) > 0
         single = self._checkpointing() | {"train.micro_batch_rows": 1}
         for changes, tried in (({}, unchanged), ({}, higher), (single, higher)):

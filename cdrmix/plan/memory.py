@@ -48,9 +48,8 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     step = trace(config, platform, zero_stage=stage, accumulation=accumulation)
 
     zero_3 = stage == 3
-    weights = Component(
-        "weights", FP32 * (shared if zero_3 else here), "float32" + (f", 1/{processes} (ZeRO 3)" if zero_3 else "")
-    )
+    part = f", 1/{processes // train.tensor_parallel} (ZeRO 3)" if zero_3 else ""
+    weights = Component("weights", FP32 * (shared if zero_3 else here), f"float32{part}")
     orthogonalised = optimizer_size(config).orthogonalised
     absent = everywhere - here if train.optimizer.experts else 0
     single = -(-orthogonalised // processes) if stage > 0 else max(0, orthogonalised - absent)
@@ -64,12 +63,13 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     # In a step with one micro-batch, gradients are allocated while activations are freed: the trace includes them.
     parts += passes(config, step, elsewhere=FP32 * elsewhere if stage < 2 and accumulation == 1 else 0)
     parts += _buffers(stage, config, here, processes)
-    host_bytes = offloaded + max(FP32 * here, checkpoint_bytes(train, processes, everywhere, orthogonalised))
+    gathered = checkpoint_bytes(train, processes, everywhere, orthogonalised, everywhere - divided)
+    host_bytes = offloaded + max(FP32 * here, gathered)
     return memory_plan(parts, step, platform, processes, host_bytes)
 
 
 def _buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[Component]:
-    if processes == 1 and stage == 0:
+    if processes == config.train.tensor_parallel and stage == 0:
         return
     if stage < 3:
         held = IN_FLIGHT if stage < 2 else 1

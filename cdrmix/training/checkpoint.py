@@ -280,8 +280,9 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             engine.load_average_weights(weights)
     engine.load_optimizer_state(checkpoint, optimizer_files(checkpoint))
     engine.loss_scale.load(state["loss_scale"])
-    generators = checkpoint / f"rng-rank{world.rank}.json"
-    if generators.exists():  # an additional process keeps its new generators
+    # Processes that divide the layers must draw the same numbers: they have those of the first of them.
+    generators = checkpoint / f"rng-rank{world.rank - world.rank % world.tensor_parallel}.json"
+    if generators.exists():  # additional processes keep their new generators
         _set_random_state(json.loads(generators.read_text(encoding="utf-8")), world)
     return _progress(state)
 

@@ -41,6 +41,7 @@ class ModelWeights:
     ) -> None:
         self._model, self._world, self._stage, self._experts, self.masters = loss_model, world, stage, experts, masters
         self._shares = shares
+        assert masters is None or shares is None, "bf16 weights are for models of transformers, which are not divided"
         self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
             name.removeprefix("language_model."): parameter for name, parameter in loss_model.named_parameters()
         }
@@ -145,6 +146,7 @@ class ModelWeights:
 
     def copy_to(self, target: nn.Module) -> None:
         """Copies all weights into a module of the same structure. All ranks call."""
+        assert self._shares is None, "validators_parallel.py refuses stage B, whose rollouts need this"
         with torch.no_grad():
             for parameter, copied in zip(self.parameters.values(), target.parameters(), strict=True):
                 with self._gathered(parameter):

@@ -120,9 +120,7 @@ class SavedPieces:
     files have state of another parameter.
     """
 
-    def __init__(
-        self, checkpoint: Path, files: Iterable[str], known: Collection[str], cuts: Mapping[str, Cut] = {}
-    ) -> None:
+    def __init__(self, checkpoint: Path, files: Iterable[str], known: Collection[str], cuts: Mapping[str, Cut]) -> None:
         self.checkpoint, self._cuts = checkpoint, cuts
         self._scalars: dict[str, dict[str, Tensor]] = defaultdict(dict)
         self._tensors: dict[str, dict[str, list[_Piece]]] = defaultdict(lambda: defaultdict(list))
@@ -174,7 +172,9 @@ class SavedPieces:
             self._fill(name, key, mine, held.first, target)
             return
         # Other shares, or none: the whole tensor is made first.
-        size = max((each[1] for each in found if each is not None), default=0)
+        sizes = {0 if each is None else each[1] for each in found}
+        assert len(sizes) == 1, f"{self.checkpoint}: {name} has pieces of different layouts"
+        (size,) = sizes
         if size:
             cut, parts = self._cuts[name], []
             shape = list(held.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,24 @@ def test_whole_layers_are_divided_and_joined(arguments: Arguments, tmp_path: Pat
             "tensor_parallel: 2 before, 1 now",
         ),
     )
+
+
+@pytest.mark.slow
+def test_processes_that_divide_layers_draw_the_same_numbers(arguments: Arguments, tmp_path: Path) -> None:
+    """The noise of routers, also where a run of one process or of undivided layers goes on with divided ones."""
+    settings = (*SETTINGS, "model.feed_forward.router_jitter=0.3", f"run.root={tmp_path}")
+    assert main(["train", *arguments(*settings), "--nproc", "2"]) == 0
+    (run,) = tmp_path.iterdir()
+    for later in list_checkpoints(run / "checkpoints")[1:]:
+        shutil.rmtree(later)
+    assert main(["train", *arguments(*settings), "train.tensor_parallel=2", "--nproc", "2", "--resume", str(run)]) == 0
+    first, *others = list_checkpoints(run / "checkpoints")
+    states = [
+        [json.loads((each / f"rng-rank{rank}.json").read_text())["torch"] for rank in (0, 1)]
+        for each in (first, *others)
+    ]
+    assert states[0][0] != states[0][1]
+    assert all(one == other for one, other in states[1:])
 
 
 def check_moves(arguments: Arguments, tmp_path: Path, *moves: Layout, told: tuple[str, ...]) -> None:

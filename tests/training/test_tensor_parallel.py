@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cdrmix import ops
 from cdrmix.errors import ConfigError
+from cdrmix.model.tensor_parallel import IGNORED, TensorGroup, cross_entropy
 from cdrmix.plan.memory import memory_of
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.launch import check_processes
@@ -38,6 +43,53 @@ def test_shares_give_the_gradients_of_whole_layers(
         else:
             # Sums of at most 48 tokens and 64 channels in float64, through four layers and back.
             assert error < 1e-12, case
+
+
+class Alone(TensorGroup):
+    """A group of one process."""
+
+    def reduce_(self, x: torch.Tensor, operation: Any = None) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@given(
+    rows=st.integers(1, 40),
+    ids=st.sampled_from([1, 7, 300]),
+    sets=st.integers(0, 3),
+    scale=st.sampled_from([1e-6, 1.0, 1e5]),
+    seed=st.integers(0, 99),
+)
+def test_the_divided_loss_is_that_of_the_operator(
+    dtype: torch.dtype | None, rows: int, ids: int, sets: int, scale: float, seed: int
+) -> None:
+    """Also for weights that float16 cannot hold, and for targets that do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (rows, ids))
+    targets = torch.randint(0, ids, (sets or 1, rows), generator=generator)
+    targets[torch.rand(targets.shape, generator=generator) < 0.2] = IGNORED
+    weights = scale * torch.rand(targets.shape, generator=generator)
+    if not sets:
+        targets, weights = targets[0], weights[0]
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        plain = ops.linear_cross_entropy(hidden, weight, targets, weights=weights)
+        divided = cross_entropy(hidden, weight, targets, weights, Alone(None, 0, 1))  # type: ignore[arg-type]
+        with torch.no_grad():
+            judged = cross_entropy(hidden, weight, targets, weights, Alone(None, 0, 1))  # type: ignore[arg-type]
+    assert torch.equal(judged, divided)
+    # Both round the logits and then their gradients, which are at most `scale`, to `dtype`. Last bits of some of them may
+    # differ, since float32 sums are in another order: of 300 at most a tenth.
+    tolerance = 30 * torch.finfo(dtype or torch.float32).eps
+    torch.testing.assert_close(divided, plain, rtol=tolerance, atol=tolerance * scale)
+    found = torch.autograd.grad(divided.sum(), (hidden, weight))
+    for mine, theirs in zip(found, torch.autograd.grad(plain.sum(), (hidden, weight)), strict=True):
+        assert (mine - theirs).abs().max() <= tolerance * scale
+
+
+def test_a_target_outside_the_vocabulary_is_refused() -> None:
+    hidden, weight, weights = torch.zeros(2, 4), torch.zeros(8, 4), torch.ones(2)
+    with pytest.raises(ValueError, match=r"targets must lie in \[0, 8\)"):
+        cross_entropy(hidden, weight, torch.tensor([3, 8]), weights, Alone(None, 0, 1))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

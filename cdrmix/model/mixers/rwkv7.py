@@ -89,8 +89,8 @@ class TimeMix(Mixer):
         by_channel = ("w0", "a0", "k_k", "k_a", "r_k", "ln_x.weight", "ln_x.bias")
         rows = (f"{name}.weight" for name in ("receptance", "key", "value"))
         columns = ("w2", "a2", "g2", "output.weight")
-        ofvalues = {"v0": Cut(0), "v2": Cut(1)} if hasattr(self, "v0") else {}
-        return dict.fromkeys((*by_channel, *rows), Cut(0)) | dict.fromkeys(columns, Cut(1)) | ofvalues
+        of_values = {"v0": Cut(0), "v2": Cut(1)} if hasattr(self, "v0") else {}
+        return dict.fromkeys((*by_channel, *rows), Cut(0)) | dict.fromkeys(columns, Cut(1)) | of_values
 
     def narrow(self, size: int) -> None:
         self.heads //= size
