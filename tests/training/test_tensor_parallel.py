@@ -77,8 +77,8 @@ def test_the_divided_loss_is_that_of_the_operator(
         with torch.no_grad():
             judged = cross_entropy(hidden, weight, targets, weights, Alone(None, 0, 1))  # type: ignore[arg-type]
     assert torch.equal(judged, divided)
-    # Both round the logits and then their gradients, which are at most `scale`, to `dtype`. Last bits of some of them may
-    # differ, since float32 sums are in another order: of 300 at most a tenth.
+    # Both round the logits and then their gradients, which are at most `scale`, to `dtype`. Last bits of some of them
+    # may differ, since float32 sums are in another order: of 300 at most a tenth.
     tolerance = 30 * torch.finfo(dtype or torch.float32).eps
     torch.testing.assert_close(divided, plain, rtol=tolerance, atol=tolerance * scale)
     found = torch.autograd.grad(divided.sum(), (hidden, weight))
