@@ -49,16 +49,11 @@ def _slices_of_heads(
         return None
     if heads % divided or kv_heads % divided:
         return None  # _shares_of_heads refuses it
-    of_share = "" if divided == 1 else f", of which a share of train.tensor_parallel={divided} has"
-    for key, count, refused in (
-        ("heads", heads, heads // divided % processes > 0),
-        ("kv_heads", kv_heads, kv_heads // divided % processes > 0 and processes % (kv_heads // divided) > 0),
-    ):
-        if refused:
-            allowed = "must divide" if key == "heads" else "a divisor or a multiple of"
-            rest = f"{of_share} {count // divided}" if of_share else ""
-            return f"{allowed} model.attention.{key}={count}{rest}"
-    return None
+    by = "" if divided == 1 else f" / train.tensor_parallel={divided}"
+    if heads // divided % processes:
+        return f"must divide model.attention.heads={heads}{by}"
+    refused = kv_heads // divided % processes and processes % (kv_heads // divided)
+    return f"a divisor or a multiple of model.attention.kv_heads={kv_heads}{by}" if refused else None
 
 
 def _of_plugins(processes: int, mixers: Mapping[str, list[int]], feed_forward: str) -> str | None:

@@ -91,8 +91,9 @@ class Divisible(nn.Module):
     tensor: TensorGroup | None = None
 
     def cuts(self) -> Mapping[str, Cut]:
-        """The parameters that are divided, by name in the module; the others stay whole in every rank."""
-        raise NotImplementedError
+        """The parameters that are divided, by name in the module; the others stay whole in every rank, as all do in a
+        module that does not override this. Reads no shapes: parameters that ZeRO-3 has partitioned have none."""
+        return {}
 
     def narrow(self, size: int) -> None:
         """Divides the module's own numbers, such as that of its heads, by the number of ranks."""
@@ -118,17 +119,26 @@ class Divisible(nn.Module):
 def divide(part: nn.Module, group: TensorGroup) -> None:
     """Keeps this rank's share of a part of a model. DeepSpeed counts a parameter with `tensor_model_parallel` in every
     rank for the gradient norm, and others in the first rank only."""
+    for name, cut in cuts_of(part).items():
+        path, _, leaf = name.rpartition(".")
+        owner = part.get_submodule(path)
+        share = nn.Parameter(cut.share(getattr(owner, leaf).detach(), group.rank, group.size).clone())
+        share.tensor_model_parallel, share.cut = True, cut  # type: ignore[attr-defined]
+        setattr(owner, leaf, share)
     for module in part.modules():
-        if not isinstance(module, Divisible):
-            continue
-        for name, cut in module.cuts().items():
-            path, _, leaf = name.rpartition(".")
-            owner = module.get_submodule(path)
-            share = nn.Parameter(cut.share(getattr(owner, leaf).detach(), group.rank, group.size).clone())
-            share.tensor_model_parallel, share.cut = True, cut  # type: ignore[attr-defined]
-            setattr(owner, leaf, share)
-        module.tensor = group
-        module.narrow(group.size)
+        if isinstance(module, Divisible):
+            module.tensor = group
+            module.narrow(group.size)
+
+
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """How each parameter of a model is divided, or would be, by name. Those that stay whole are left out."""
+    return {
+        f"{prefix}.{name}" if prefix else name: cut_of(module.get_parameter(name)) or cut
+        for prefix, module in model.named_modules()
+        if isinstance(module, Divisible)
+        for name, cut in module.cuts().items()
+    }
 
 
 def cut_of(parameter: Tensor) -> Cut | None:

@@ -12,8 +12,8 @@ from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.block import Block
 from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, DenseFeedForward, MoeFeedForward, SkippingFeedForward
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.model.tensor_parallel import cuts_of
 from cdrmix.plan.foreign import foreign_size
-from cdrmix.training.tensor_groups import cuts_of
 from cdrmix.units import amount
 
 PARTS = (

@@ -38,7 +38,7 @@ from cdrmix.data.batch import Batch
 from cdrmix.errors import ConfigError
 from cdrmix.model.loss import Losses
 from cdrmix.model.prediction import Depths
-from cdrmix.model.tensor_parallel import cut_of
+from cdrmix.model.tensor_parallel import cut_of, cuts_of
 from cdrmix.ops import weights as compute_weights
 from cdrmix.training.compiling import mark_documents
 from cdrmix.training.copies import Keep, on_cpu
@@ -55,7 +55,7 @@ from cdrmix.training.optimizer_state import Held, SavedPieces, load_pieces, piec
 from cdrmix.training.owners import Owners
 from cdrmix.training.partitions import Partitions
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
-from cdrmix.training.tensor_groups import TensorGroups, cuts_of
+from cdrmix.training.tensor_groups import TensorGroups
 from cdrmix.training.zero import deepspeed_stage, shards_whole_parameters
 
 REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}

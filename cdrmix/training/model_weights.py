@@ -173,14 +173,14 @@ class ModelWeights:
     def shard(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """The part of a whole tensor that belongs to this process's parameter."""
         if (share := self.share(parameter)) is not None:
-            return share.cut.share(whole, share.rank, share.size)
+            return share.of(whole)
         if not is_expert_shard(parameter):
             return whole
         assert self._experts is not None
         return self._experts.experts.share(whole)
 
     def share(self, parameter: Tensor) -> Share | None:
-        """This process's share of a parameter that tensor parallelism divides; None: it divides it not."""
+        """This process's share of a parameter that tensor parallelism divides; None: it is whole here."""
         cut = cut_of(parameter)
         if cut is None:
             return None

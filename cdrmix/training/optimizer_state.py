@@ -33,6 +33,10 @@ class Share(NamedTuple):
     rank: int
     size: int
 
+    def of(self, whole: Tensor) -> Tensor:
+        """The process's part of a whole tensor of the parameter's shape."""
+        return self.cut.share(whole, self.rank, self.size)
+
 
 class Held(NamedTuple):
     """Elements of a parameter that this process's optimizer updates.
@@ -55,7 +59,7 @@ class Held(NamedTuple):
         if self.share is None:
             return None
         whole = torch.arange(self.shape.numel(), device=device).view(self.shape)
-        return self.share.cut.share(whole, self.share.rank, self.share.size).flatten()[self.first : self.end]
+        return self.share.of(whole).flatten()[self.first : self.end]
 
 
 def pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held], keep: Keep) -> dict[str, Tensor]:
@@ -188,7 +192,7 @@ class SavedPieces:
             whole = target.new_empty(held.shape)
             self._fill(name, key, None, 0, whole.view(-1))
         if share is not None:
-            whole = share.cut.share(whole, share.rank, share.size)
+            whole = share.of(whole)
         target.copy_(whole.flatten()[held.first : held.end])
 
     def _fill(self, name: str, key: str, share: tuple[int, int] | None, first: int, target: Tensor) -> None:

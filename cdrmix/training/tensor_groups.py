@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.model.tensor_parallel import Cut, Divisible, TensorGroup, cut_of
+from cdrmix.model.tensor_parallel import Cut, Divisible, TensorGroup
 from cdrmix.training.distributed import TIMEOUT
 
 
@@ -89,15 +89,3 @@ class TensorGroups(TensorGroup):
 
     def get_data_parallel_world_size(self) -> int:
         return dist.get_world_size(self.copies)
-
-
-def cuts_of(model: nn.Module) -> dict[str, Cut]:
-    """How each parameter of a model is divided, or would be, by name. Those that stay whole are left out."""
-    found = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, Divisible):
-            for name, cut in module.cuts().items():
-                path, _, leaf = name.rpartition(".")
-                parameter = getattr(module.get_submodule(path), leaf)
-                found[f"{prefix}.{name}" if prefix else name] = cut_of(parameter) or cut
-    return found

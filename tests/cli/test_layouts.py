@@ -21,60 +21,34 @@ SETTINGS = (
 )
 
 
-Layout = tuple[int, int, *tuple[str, ...]]  # steps before it, processes, overrides
-
-
-@pytest.mark.slow
-def test_from_one_process_to_two_to_four_and_back(arguments: Arguments, tmp_path: Path) -> None:
-    check_moves(
-        arguments,
-        tmp_path,
-        (1, 2, "train.zero_stage=3", "train.expert_parallel=2"),
-        (2, 4, "train.zero_stage=2", "train.activation_checkpointing=true", "train.sequence_parallel=2"),
-        (3, 1, "train.zero_stage=0"),
-        told=(
+# Steps before a move, processes and keys after it; and what the log says of all moves.
+MOVES = {
+    "every ZeRO stage": (
+        [
+            (1, 2, "train.zero_stage=3", "train.expert_parallel=2"),
+            (2, 4, "train.zero_stage=2", "train.activation_checkpointing=true", "train.sequence_parallel=2"),
+            (3, 1, "train.zero_stage=0"),
+        ],
+        [
             *("processes: 1 before, 2 now", "zero_stage: 0 before, 3 now", "expert_parallel: 1 before, 2 now"),
             *("processes: 2 before, 4 now", "zero_stage: 3 before, 2 now", "sequence_parallel: 1 before, 2 now"),
             *("processes: 4 before, 1 now", "zero_stage: 2 before, 0 now"),
-        ),
-    )
-
-
-@pytest.mark.slow
-def test_whole_layers_are_divided_and_joined(arguments: Arguments, tmp_path: Path) -> None:
-    """From whole parameters to partitions of shares, and back."""
-    check_moves(
-        arguments,
-        tmp_path,
-        (1, 4, "train.tensor_parallel=2", "train.zero_stage=3"),
-        (3, 1, "train.zero_stage=0"),
-        told=(
+        ],
+    ),
+    "from whole layers to partitions of shares and back": (
+        [(1, 4, "train.tensor_parallel=2", "train.zero_stage=3"), (3, 1, "train.zero_stage=0")],
+        [
             *("processes: 1 before, 4 now", "zero_stage: 0 before, 3 now", "tensor_parallel: 1 before, 2 now"),
             *("processes: 4 before, 1 now", "zero_stage: 3 before, 0 now", "tensor_parallel: 2 before, 1 now"),
-        ),
-    )
+        ],
+    ),
+}
 
 
 @pytest.mark.slow
-def test_processes_that_divide_layers_draw_the_same_numbers(arguments: Arguments, tmp_path: Path) -> None:
-    """The noise of routers, also where a run of one process or of undivided layers goes on with divided ones."""
-    settings = (*SETTINGS, "model.feed_forward.router_jitter=0.3", f"run.root={tmp_path}")
-    assert main(["train", *arguments(*settings), "--nproc", "2"]) == 0
-    (run,) = tmp_path.iterdir()
-    for later in list_checkpoints(run / "checkpoints")[1:]:
-        shutil.rmtree(later)
-    assert main(["train", *arguments(*settings), "train.tensor_parallel=2", "--nproc", "2", "--resume", str(run)]) == 0
-    first, *others = list_checkpoints(run / "checkpoints")
-    states = [
-        [json.loads((each / f"rng-rank{rank}.json").read_text())["torch"] for rank in (0, 1)]
-        for each in (first, *others)
-    ]
-    assert states[0][0] != states[0][1]
-    assert all(one == other for one, other in states[1:])
-
-
-def check_moves(arguments: Arguments, tmp_path: Path, *moves: Layout, told: tuple[str, ...]) -> None:
-    """Compares a run that goes on in other layouts after some of its steps with one that does not."""
+@pytest.mark.parametrize("name", MOVES)
+def test_a_run_goes_on_in_other_layouts(arguments: Arguments, tmp_path: Path, name: str) -> None:
+    moves, told = MOVES[name]
 
     def train(root: str, *more: str) -> Path:
         assert main(["train", *arguments(*SETTINGS, f"run.root={tmp_path / root}"), *more]) == 0
@@ -96,3 +70,21 @@ def check_moves(arguments: Arguments, tmp_path: Path, *moves: Layout, told: tupl
         # that were lost at one of the moves would be a difference above 1e-2 in the norm of the next gradient.
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)
         assert other["gradient_norm"] == pytest.approx(row["gradient_norm"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_processes_that_divide_layers_draw_the_same_numbers(arguments: Arguments, tmp_path: Path) -> None:
+    """The noise of routers, also where a run of one process or of undivided layers goes on with divided ones."""
+    settings = (*SETTINGS, "model.feed_forward.router_jitter=0.3", f"run.root={tmp_path}")
+    assert main(["train", *arguments(*settings), "--nproc", "2"]) == 0
+    (run,) = tmp_path.iterdir()
+    for later in list_checkpoints(run / "checkpoints")[1:]:
+        shutil.rmtree(later)
+    assert main(["train", *arguments(*settings), "train.tensor_parallel=2", "--nproc", "2", "--resume", str(run)]) == 0
+    first, *others = list_checkpoints(run / "checkpoints")
+    states = [
+        [json.loads((each / f"rng-rank{rank}.json").read_text())["torch"] for rank in (0, 1)]
+        for each in (first, *others)
+    ]
+    assert states[0][0] != states[0][1]
+    assert all(one == other for one, other in states[1:])

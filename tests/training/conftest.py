@@ -93,6 +93,27 @@ def shards(make_config: Callable[..., Config]) -> ShardSet:
 Work = Callable[..., list[subprocess.CompletedProcess[str]]]
 
 
+Told = Callable[..., dict[str, float]]
+
+
+@pytest.fixture
+def told(work: Work, tmp_path: Path) -> Told:
+    """Runs a job as `work` does, and returns the figures that it writes: told("sequence_worker.py", "slices", 2, ...).
+
+    They are printed, for who wants them: pytest -rP.
+    """
+
+    def run(script: str, job: str, processes: int, *overrides: str, **options: str) -> dict[str, float]:
+        where = tmp_path / "told.json"
+        finished = work(job, where, *overrides, processes=processes, script=script, **options)
+        assert [process.returncode for process in finished] == [0] * processes, "\n".join(f.stdout for f in finished)
+        print(where.read_text())
+        found: dict[str, float] = json.loads(where.read_text())
+        return found
+
+    return run
+
+
 @pytest.fixture
 def work(config_file: Path, request: pytest.FixtureRequest) -> Work:
     """Runs a job of worker.py: work("train", run, "train.steps=3", processes=2, at="3:SIGTERM"); or another script.

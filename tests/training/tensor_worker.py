@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parent))  # conftest.py keeps it off the path of child processes
 
-from sequence_worker import configured, engines, perturbed, run, starts
+from sequence_worker import configured, dropped, engines, perturbed, run, starts
 from worker import relative
 
 from cdrmix.data.batch import Batch
@@ -34,21 +32,10 @@ def uncopied_parameters(self: Divisible, *parameters: torch.Tensor) -> tuple[tor
     return parameters
 
 
-GUARDS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+GUARDS: dict[str | None, tuple[type, str, Callable[..., Any]]] = {
     "copied": (TensorGroup, "copied", uncopied),
     "copied parameters": (Divisible, "copied_parameters", uncopied_parameters),
 }
-
-
-@contextmanager
-def dropped(guard: str | None) -> Iterator[None]:
-    """Without one of the parts that make divided layers equal to whole ones."""
-    if guard is None:
-        yield
-        return
-    owner, name, instead = GUARDS[guard]
-    with patch.object(owner, name, instead):
-        yield
 
 
 def gathered(found: dict[str, torch.Tensor], model: Any, size: int) -> dict[str, torch.Tensor]:
@@ -85,7 +72,7 @@ def worst(order: dict[str, Any], layout: list[int], dtype: torch.dtype, guard: s
         for mine, theirs in zip(divided.parameters(), plain.parameters(), strict=True):
             cut = cut_of(mine)
             mine.copy_(theirs if cut is None else cut.share(theirs, group.rank, group.size))
-    with dropped(guard):
+    with dropped(GUARDS.get(guard)):
         found = gathered(run(divided, batch, 1.0), divided, group.size)
     return {name: relative(found[name], expected[name]) for name in expected}
 

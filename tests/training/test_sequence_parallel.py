@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,23 +13,15 @@ from cdrmix.plan.memory import memory_of
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.launch import check_processes
 
+Told = Callable[..., dict[str, float]]
 HEADS = ("model.attention.heads=4", "model.attention.kv_heads=2", "model.bigrams={rows: 50}")
 DEPTH = "model.depth={capacity: 0.5}"
 
 
-def told(work: Any, job: str, folder: Path, processes: int, *overrides: str, **options: str) -> dict[str, float]:
-    where = folder / "told.json"
-    finished = work(job, where, *overrides, processes=processes, script="sequence_worker.py", **options)
-    assert [process.returncode for process in finished] == [0] * processes, "\n".join(f.stdout for f in finished)
-    print(where.read_text())  # the figures, for who wants them: pytest -rP
-    found: dict[str, float] = json.loads(where.read_text())
-    return found
-
-
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_slices_give_the_gradients_of_whole_rows(work, tmp_path: Path, hybrid: tuple[str, ...], processes: int) -> None:
+def test_slices_give_the_gradients_of_whole_rows(told: Told, hybrid: tuple[str, ...], processes: int) -> None:
     parallel = f"train.sequence_parallel={processes}"
-    for case, error in told(work, "slices", tmp_path, processes, *hybrid, *HEADS, DEPTH, parallel).items():
+    for case, error in told("sequence_worker.py", "slices", processes, *hybrid, *HEADS, DEPTH, parallel).items():
         if case.startswith("without"):
             assert error > 1e-6, case
         else:
@@ -40,10 +30,12 @@ def test_slices_give_the_gradients_of_whole_rows(work, tmp_path: Path, hybrid: t
 
 
 @pytest.mark.slow
-def test_the_engine_trains_slices_as_whole_rows(work, tmp_path: Path, hybrid: tuple[str, ...]) -> None:
+def test_the_engine_trains_slices_as_whole_rows(told: Told, hybrid: tuple[str, ...]) -> None:
     """Two groups of two processes, which also share the experts; tests/cli/test_doctor.py has two processes."""
     layout = ("train.sequence_parallel=2", "train.expert_parallel=2")
-    for case, error in told(work, "engines", tmp_path, 4, *hybrid, *HEADS, *layout, steps="4", stages="0123").items():
+    for case, error in told(
+        "sequence_worker.py", "engines", 4, *hybrid, *HEADS, *layout, steps="4", stages="0123"
+    ).items():
         assert error < 1e-5, case
 
 

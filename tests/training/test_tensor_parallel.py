@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,26 +17,23 @@ from cdrmix.plan.memory import memory_of
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.launch import check_processes
 
+Told = Callable[..., dict[str, float]]
 DEPTH = "model.depth={capacity: 0.5, part: both}"
 HEADS = ("model.attention.heads=4", "model.attention.kv_heads=4", "model.bigrams={rows: 52}")
-SIZES = ("model.d_model=64", "model.attention.qk_norm=true", "model.mamba.groups=4")
-
-
-def told(work: Any, job: str, folder: Path, processes: int, *overrides: str, **options: str) -> dict[str, float]:
-    where = folder / "told.json"
-    finished = work(job, where, *overrides, processes=processes, script="tensor_worker.py", **options)
-    assert [process.returncode for process in finished] == [0] * processes, "\n".join(f.stdout for f in finished)
-    print(where.read_text())  # the figures, for who wants them: pytest -rP
-    found: dict[str, float] = json.loads(where.read_text())
-    return found
+SIZES = (
+    *("model.d_model=64", "model.attention.qk_norm=true", "model.mamba.groups=4"),
+    *(
+        "model.feed_forward.dense_layers=[1]",
+        "model.feed_forward.dense_hidden=24",
+        "model.feed_forward.shared_hidden=8",
+    ),
+)
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_shares_give_the_gradients_of_whole_layers(
-    work, tmp_path: Path, hybrid: tuple[str, ...], processes: int
-) -> None:
+def test_shares_give_the_gradients_of_whole_layers(told: Told, hybrid: tuple[str, ...], processes: int) -> None:
     parallel = f"train.tensor_parallel={processes}"
-    for case, error in told(work, "shares", tmp_path, processes, *hybrid, *HEADS, *SIZES, DEPTH, parallel).items():
+    for case, error in told("tensor_worker.py", "shares", processes, *hybrid, *HEADS, *SIZES, DEPTH, parallel).items():
         if case.startswith("without"):
             assert error > 1e-6, case
         else:
@@ -93,18 +89,18 @@ def test_a_target_outside_the_vocabulary_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_trains_shares_as_whole_layers(work, tmp_path: Path, hybrid: tuple[str, ...]) -> None:
+def test_the_engine_trains_shares_as_whole_layers(told: Told, hybrid: tuple[str, ...]) -> None:
     """Two groups of two processes with different rows."""
     sizes = (*hybrid, *HEADS, *SIZES, "train.tensor_parallel=2")
-    for case, error in told(work, "engines", tmp_path, 4, *sizes, steps="2", stages="0123").items():
+    for case, error in told("tensor_worker.py", "engines", 4, *sizes, steps="2", stages="0123").items():
         assert error < 1e-5, case
 
 
 @pytest.mark.slow
-def test_the_engine_trains_slices_of_shares(work, tmp_path: Path, hybrid: tuple[str, ...]) -> None:
+def test_the_engine_trains_slices_of_shares(told: Told, hybrid: tuple[str, ...]) -> None:
     """Four processes with the same rows."""
     sizes = (*hybrid, *HEADS, *SIZES, "train.tensor_parallel=2", "train.sequence_parallel=2")
-    for case, error in told(work, "engines", tmp_path, 4, *sizes, steps="2", stages="03").items():
+    for case, error in told("tensor_worker.py", "engines", 4, *sizes, steps="2", stages="03").items():
         assert error < 1e-5, case
 
 
@@ -120,7 +116,7 @@ def test_what_is_not_divided_is_refused(make_config, hybrid: tuple[str, ...]) ->
         (r"1 with train\.optimizer\.kind muon", "train.optimizer=muon", "train.tensor_parallel=2"),
         (r"1 with train\.expert_parallel", "train.expert_parallel=2", "train.tensor_parallel=2"),
         (
-            r"must divide model\.attention\.heads=2, of which a share of train\.tensor_parallel=2 has 1",
+            r"must divide model\.attention\.heads=2 / train\.tensor_parallel=2",
             *(*even, "train.sequence_parallel=2", "train.tensor_parallel=2"),
         ),
         (r"1 with model\.prediction", "model.prediction={tokens: 2}", "train.tensor_parallel=2"),

@@ -92,6 +92,7 @@ class DenseFeedForward(Divisible):
     def __init__(self, config: Model, hidden: int) -> None:
         super().__init__()
         width, scale = config.d_model, 0.5 * config.init_std_scale
+        self.hidden = hidden
         gated = config.feed_forward.activation == "swiglu"
         self.gate_up = linear(width, 2 * hidden, scale) if gated else None
         self.fused = {"gate_up.weight": consecutive(-2, hidden, hidden)} if gated else {}
@@ -100,11 +101,11 @@ class DenseFeedForward(Divisible):
 
     def cuts(self) -> Mapping[str, Cut]:
         """The hidden channels."""
-        inputs = {"up.weight": Cut(0)}
-        if self.gate_up is not None:
-            hidden = self.down.weight.shape[1]
-            inputs = {"gate_up.weight": Cut(0, (hidden, hidden))}
-        return inputs | {"down.weight": Cut(1)}
+        gated = {"gate_up.weight": Cut(0, (self.hidden, self.hidden))}
+        return (gated if self.gate_up is not None else {"up.weight": Cut(0)}) | {"down.weight": Cut(1)}
+
+    def narrow(self, size: int) -> None:
+        self.hidden //= size
 
     def forward(self, x: Tensor, context: Context, cache_BD: Tensor | None, gate: Gate | None = None) -> FedForward:
         """x [B, T, D] (normed) -> output; it needs no cache, because tokens are independent, and has no report. It
