@@ -18,6 +18,7 @@ NOT_HASHED: dict[str, Any] = {
         "expert_parallel": True,
         "sequence_parallel": True,
         "tensor_parallel": True,
+        "pipeline_parallel": True,
         "profile": True,
         "offload_folder": True,
         "hang_timeout": True,

@@ -289,6 +289,10 @@ class Train(Section):
     one GPU. They should be GPUs of one machine: each layer sums its output over them. Must divide the number of
     processes, the heads, key/value heads and groups of heads of every mixer, the widths of feed-forwards, the
     vocabulary and the rows of bigrams."""
+    pipeline_parallel: PositiveInt = 1
+    """Number of groups of processes that each have a range of the blocks, for models too large for the GPUs of one
+    machine. Must divide the number of processes, and be at most the number of layers. Micro-batches pass through them
+    one after another, so a step should have several times as many."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     compile: bool = False
@@ -339,6 +343,11 @@ class Train(Section):
     def batch_sizes(self) -> BatchSizes:
         """The rows of each step."""
         return BatchSizes.of(self.batch_rows, self.batch_warmup)
+
+    @property
+    def parts(self) -> int:
+        """The number of processes that a model is divided among, each weight being in one of them."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class Logging(Section):

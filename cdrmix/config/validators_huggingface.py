@@ -83,6 +83,7 @@ RULES = (
     Rule(("train.expert_parallel", "model.kind"), partial(_only_of_ours, 1)),
     Rule(("train.sequence_parallel", "model.kind"), partial(_only_of_ours, 1)),
     Rule(("train.tensor_parallel", "model.kind"), partial(_only_of_ours, 1)),
+    Rule(("train.pipeline_parallel", "model.kind"), partial(_only_of_ours, 1)),
     *(Rule((key, "model.kind"), partial(_only_of_ours, neutral)) for key, neutral in COUNTING_KEYS.items()),
     Rule(("train.compile", "model.kind"), partial(_only_of_ours, False)),
     Rule(("train.residual_dtype", "model.kind"), partial(_only_of_ours, None)),

@@ -1,4 +1,4 @@
-"""Rules about the keys that divide the work among processes: experts, the tokens of a row, and layers."""
+"""Rules about the keys that divide the work among processes: experts, the tokens of a row, layers, and blocks."""
 
 from __future__ import annotations
 
@@ -139,6 +139,40 @@ def _not_divided(
     return next((f"1 with {reason}" for reason, refused in reasons.items() if refused), None)
 
 
+def _stages(processes: int, layers: int, zero_stage: int | str) -> str | None:
+    if processes > layers:
+        return f"at most model.layers={layers}: each stage needs a block"
+    if processes > 1 and zero_stage in (2, 3):
+        return f"1 with train.zero_stage={zero_stage}, which sums or gathers in every micro-batch: set that to 0 or 1"
+    return None
+
+
+def _not_in_stages(
+    processes: int,
+    optimizer: str,
+    expert_parallel: int,
+    compiled: bool,
+    offload: str,
+    prediction: object,
+    depth: object,
+    reasoning: object,
+    dpo: object,
+) -> str | None:
+    if processes == 1:
+        return None
+    reasons = {
+        "train.optimizer.kind muon, whose matrices are shared out over all processes": optimizer == "muon",
+        "train.expert_parallel, whose groups would reach over several stages": expert_parallel > 1,
+        "train.compile": compiled,
+        "train.offload, which needs ZeRO-2 or 3": offload != "none",
+        "model.prediction: its depths read the embeddings, which the first stage has": prediction is not None,
+        "model.depth: its thresholds are counted in one process": depth is not None,
+        "reasoning, whose rollouts need the whole model": reasoning is not None,
+        "train.dpo": dpo is not None,
+    }
+    return next((f"1 with {reason}" for reason, refused in reasons.items() if refused), None)
+
+
 RULES = (
     Rule(("train.expert_parallel", "model.feed_forward.experts", "model.feed_forward.kind"), _expert_parallel),
     Rule(
@@ -191,5 +225,14 @@ RULES = (
             *("train.compile", "train.offload", "model.prediction", "reasoning", "train.dpo"),
         ),
         _not_divided,
+    ),
+    Rule(("train.pipeline_parallel", "model.layers", "train.zero_stage"), _stages),
+    Rule(("train.pipeline_parallel", "model.mixer_layers", "model.feed_forward.kind"), _of_plugins),
+    Rule(
+        (
+            *("train.pipeline_parallel", "train.optimizer.kind", "train.expert_parallel"),
+            *("train.compile", "train.offload", "model.prediction", "model.depth", "reasoning", "train.dpo"),
+        ),
+        _not_in_stages,
     ),
 )

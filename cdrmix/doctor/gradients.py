@@ -16,7 +16,7 @@ from cdrmix.model.loss import LossModel
 from cdrmix.runtime import seed_everything
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import DistributedContext, join
-from cdrmix.training.engine import make_engine
+from cdrmix.training.engine import Engine, make_engine
 
 # Against float64. On a CPU float32 sums of at most 300 terms in five layers: 300 * 5 * 2^-24. On a GPU products may
 # round their factors to 10 bits (TF32), 2^-11 a factor, through five layers and back.
@@ -57,14 +57,15 @@ def engine(check: str, config: Config, whole: Config, shards: ShardSet) -> Findi
     plain = build_loss_model(whole).to(world.device)
     _perturb(list(plain.parameters()))
     trained = make_engine(config, build_loss_model(config), world)
-    trained.load_weights(plain.language_model.state_dict() if world.is_main_process else {})
+    trained.load_weights(plain.language_model.state_dict() if world.leads else {})
     _backward(plain, _loader(config, shards).micro_batches(0), world.device)
     batches = _loader(config, shards, world).micro_batches(0)
     trained.set_micro_batches(len(batches))
-    for batch in batches:
-        trained.backward(trained.forward(batch, last=batch is batches[-1]).total)
-    errors = {}
-    for name, parameter in plain.language_model.named_parameters():
+    for _ in trained.passes(batches, Engine.forward):
+        pass
+    errors, expected = {}, dict(plain.language_model.named_parameters())
+    for name in trained.parameters:  # with a pipeline those of a stage
+        parameter = expected[name]
         assert parameter.grad is not None
         errors[name] = _relative_error(trained.gradient(name), trained.part(name, parameter.grad))
     trained.zero()

@@ -46,8 +46,9 @@ def work(folder: Path, device: str) -> None:
         modes[f", experts over {experts} processes"] = [f"train.expert_parallel={experts}"]
         modes[f", tokens of a row over {world.size} processes"] = [f"train.sequence_parallel={world.size}"]
         modes[", layers over 2 processes"] = ["train.tensor_parallel=2"]
+        modes[", blocks over 2 processes"] = ["train.pipeline_parallel=2"]
     for mode, keys in modes.items():
-        for stage in (0, 1, 2, 3):
+        for stage in (0, 1) if "blocks" in mode else (0, 1, 2, 3):
             layout = configuration(folder, device, f"train.zero_stage={stage}", "train.micro_batch_rows=1", *keys)
             findings.append(engine(f"ZeRO {stage}{mode}", layout, config, shards))
     if world.is_main_process:

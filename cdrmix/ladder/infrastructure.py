@@ -101,7 +101,7 @@ def validate_infrastructure(config: Config, folder: Path, say: Callable[[str], N
         CorpusError, ShardError, DiskFullError, Preempted: as the training does.
     """
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=folder) as name:
-        parallel = ("expert_parallel", "sequence_parallel", "tensor_parallel")
+        parallel = ("expert_parallel", "sequence_parallel", "tensor_parallel", "pipeline_parallel")
         alone = config.train.model_copy(update=dict.fromkeys(parallel, 1))
         subject = _Subject(config.model_copy(update={"train": alone}), Path(name), say)
         results: list[Check] = []

@@ -21,6 +21,7 @@ from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.layers import AddNorm, TokenEmbedding
 from cdrmix.model.mixers.attention import AttentionCache, RaggedAttentionCache
+from cdrmix.model.pipeline import Border, Stage, carries_values, leave
 from cdrmix.model.prediction import MultiTokenPrediction
 from cdrmix.model.sequence import SequenceGroup
 
@@ -41,7 +42,10 @@ class RouterStats(NamedTuple):
 class Output(NamedTuple):
     """The result of a forward pass: hidden states after the final norm [B, T, D], router reports, the cache if wanted,
     the mean of the plastic adapters' own objective (a scalar; None without adapters); the reports of the branches that
-    skip tokens (None without `model.depth`); the caches after each token if wanted."""
+    skip tokens (None without `model.depth`); the caches after each token if wanted.
+
+    border: for the next stage of a pipeline. Then hidden_BTD is its residual stream, and the reports of routers that
+    are in other stages are zero."""
 
     hidden_BTD: Tensor
     router: RouterStats | None
@@ -49,6 +53,7 @@ class Output(NamedTuple):
     correlation: Tensor | None
     depth: DepthStats | None = None
     caches: tuple[Cache, ...] | None = None
+    border: Border | None = None
 
 
 class LanguageModel(nn.Module):
@@ -61,6 +66,8 @@ class LanguageModel(nn.Module):
     has the same parameters without them.
     partition: called with each part, a block or a table, as soon as it is made. It may keep this process's partition of
         the parameters, so that the whole model is never in one process. None: the model is whole.
+    stage: keeps the blocks of a stage of a pipeline; the others have no memory. With tied tables the last stage keeps
+        the embedding too, as its head.
     narrow_residual: under autocast the residual stream between blocks has its dtype instead of the embedding's float32.
     Sums and norms are still computed in float32, and rounded once.
     """
@@ -74,6 +81,7 @@ class LanguageModel(nn.Module):
         reasoning: Reasoning | None = None,
         narrow_residual: bool = False,
         partition: Callable[[nn.Module], None] | None = None,
+        stage: Stage | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(config, Model):
@@ -83,21 +91,33 @@ class LanguageModel(nn.Module):
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.narrow_residual = narrow_residual
+        self.stage = Stage(0, 1) if stage is None else stage
+        self.layers = self.stage.layers(config.layers)
 
-        def made(part: Part) -> Part:
+        def made(part: Part, here: bool) -> Part:
             if partition is not None:
                 partition(part)
+            if not here:
+                leave(part)
             return part
 
         std = 0.02 * config.init_std_scale
-        self.embedding = made(TokenEmbedding(config.vocab_size, config.d_model, std))
-        self.embedding_norm = made(AddNorm(config, wide=True)) if config.embedding_norm else None
-        blocks = [made(Block(config, layer, mixer, experts)) for layer, mixer in enumerate(config.mixers)]
+        first, last = self.stage.first, self.stage.last
+        self.embedding = made(
+            TokenEmbedding(config.vocab_size, config.d_model, std), first or (last and config.tie_embeddings)
+        )
+        self.embedding_norm = made(AddNorm(config, wide=True), first) if config.embedding_norm else None
+        blocks = [
+            made(Block(config, layer, mixer, experts), layer in self.layers)
+            for layer, mixer in enumerate(config.mixers)
+        ]
         self.blocks = nn.ModuleList(blocks)
         # A mixer that skips tokens has positions of its own.
         self.attends = any(block.mixer.attends and "mixer" not in block.depth_routers for block in blocks)
-        self.final_norm = made(AddNorm(config, wide=True))  # the heads of stage B need float32
-        self.head = None if config.tie_embeddings else made(TokenEmbedding(config.vocab_size, config.d_model, std))
+        self.final_norm = made(AddNorm(config, wide=True), last)  # the heads of stage B need float32
+        self.head = (
+            None if config.tie_embeddings else made(TokenEmbedding(config.vocab_size, config.d_model, std), last)
+        )
         for name, module in self.named_modules():
             if isinstance(module, Router):
                 module.name = name
@@ -109,9 +129,11 @@ class LanguageModel(nn.Module):
         self.prediction = (
             None
             if config.prediction is None
-            else made(MultiTokenPrediction(config, activation_checkpointing=activation_checkpointing))
+            else made(MultiTokenPrediction(config, activation_checkpointing=activation_checkpointing), last)
         )
-        self.bigrams = None if config.bigrams is None else made(BigramEmbedding(config.bigrams, config.d_model, std))
+        self.bigrams = (
+            None if config.bigrams is None else made(BigramEmbedding(config.bigrams, config.d_model, std), first)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -139,6 +161,7 @@ class LanguageModel(nn.Module):
         prefix_BPD: Tensor | None = None,
         fast_weights: FastWeightOptions | None = None,
         sequence: SequenceGroup | None = None,
+        received: Border | None = None,
     ) -> Output:
         """ids int64 [B, T] in [0, vocab_size); cu_seqlens int [D + 1] over the flattened tokens: the model forgets at
         each start.
@@ -155,6 +178,7 @@ class LanguageModel(nn.Module):
         sequence: this process computes its slice of the rows, and the others of the group theirs: hidden states [B, L,
             D]. All of them call it with the same ids. For training of packed or whole rows, without a cache, a prefix
             or adapters.
+        received: of the stage before, for the same ids; None in the first. For training, as `sequence`.
         """
         if cache is not None and cu_seqlens is not None:
             raise ValueError("pass either cu_seqlens (packed documents) or cache (one continued document a row)")
@@ -202,16 +226,13 @@ class LanguageModel(nn.Module):
             assert not prefix + self.adapters, "validators_training.py refuses these"
             context, ids_BT = context.of_slice(sequence, batch, length, ids_BT.device), sequence.slice(ids_BT)
             before_BT = None if before_BT is None else sequence.slice(before_BT)
-        x = self.embedding(ids_BT)
-        if self.bigrams is not None:
-            x = x + self.bigrams(ids_BT, before_BT)
+        if received is not None:
+            x, context = received.x, context._replace(v_first=received.v_first)
+        else:
+            x = self._embedded(ids_BT, before_BT)
         if options.cu_seqlens is not None:
             starts_BT = ops.document_starts(options.cu_seqlens, batch, length)
         span = FastWeightSpan(starts_BT, prefix, options.scale_S)
-        if self.embedding_norm is not None:
-            _, x = self.embedding_norm(x)
-        if self.narrow_residual:
-            x = x.to(ops.compute_dtype(x))
         if prefix_BPD is not None:
             x = torch.cat([prefix_BPD.to(x), x], 1)
         y: Tensor | None = None  # a branch's output, which the next norm adds to the stream x
@@ -219,7 +240,8 @@ class LanguageModel(nn.Module):
         reports: list[Routed] = []
         correlations: list[Tensor] = []
         gated: list[Gated] = []
-        for layer, block in enumerate(self.blocks):
+        for layer in self.layers:
+            block = self.blocks[layer]
             arguments = (x, y, context, span, cache[layer] if cache else None)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 result = checkpoint(block, *arguments, use_reentrant=False)
@@ -236,14 +258,43 @@ class LanguageModel(nn.Module):
         if self.bigrams is not None and caches:
             caches[0] = with_last_token(caches[0], in_rows_BT, cu_seqlens)
         router = RouterStats(*(torch.stack(column) for column in zip(*reports, strict=True))) if reports else None
+        if self.stage.size > 1:
+            router = self._among_all(router, ids_BT.device)
         depth = DepthStats(*(torch.stack(column) for column in zip(*gated, strict=True))) if gated else None
         objective = torch.stack(correlations).sum() / self.adapters if correlations else None
         if prefix:
             x, y = x[:, prefix:], None if y is None else y[:, prefix:]
+        if not self.stage.last:
+            assert y is not None, "a stage has at least one block"
+            x = x + y
+            values = context.v_first if carries_values(self.config.mixers, self.layers.stop) else None
+            return Output(x, router, None, None, border=Border(x, values))
         _, hidden_BTD = self.final_norm(x, y)
         if token_by_token:
             return Output(hidden_BTD.transpose(0, 1), router, None, objective, depth, tuple(zip(*caches, strict=True)))
         return Output(hidden_BTD, router, tuple(caches) if return_cache else None, objective, depth)
+
+    def _embedded(self, ids_BT: Tensor, before_BT: Tensor | None) -> Tensor:
+        """The first residual stream [B, T, D]. before_BT: `bigrams.tokens_before`; None without bigrams."""
+        x: Tensor = self.embedding(ids_BT)
+        if self.bigrams is not None:
+            x = x + self.bigrams(ids_BT, before_BT)
+        if self.embedding_norm is not None:
+            _, x = self.embedding_norm(x)
+        return x.to(ops.compute_dtype(x)) if self.narrow_residual else x
+
+    def _among_all(self, router: RouterStats | None, device: torch.device) -> RouterStats | None:
+        """A stage's reports with zeros for the routers of other stages; None for a model without routers."""
+        layers = [int(name.split(".")[0]) for name in self.config.routers]
+        if not layers:
+            return None
+        loads = torch.zeros(len(layers), self.config.feed_forward.experts, dtype=torch.int64, device=device)
+        losses = torch.zeros(len(layers), device=device)
+        every = RouterStats(loads, loads, losses, losses)
+        if router is None:
+            return every
+        mine = torch.tensor([i for i, layer in enumerate(layers) if layer in self.layers], device=device)
+        return RouterStats(*(all_.to(own).index_copy(0, mine, own) for all_, own in zip(every, router, strict=True)))
 
     def _check_token_by_token(self, rows: int, cache: Cache | None) -> None:
         ragged = any(isinstance(block.mixer, RaggedAttentionCache) for block in cache or ())

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cdrmix import ops
 from cdrmix.model.depth import DepthStats
 from cdrmix.model.language_model import LanguageModel, RouterStats
+from cdrmix.model.pipeline import Border
 from cdrmix.model.prediction import Depths, PredictionSums, prediction_sums
 from cdrmix.model.sequence import SequenceGroup
 from cdrmix.model.tensor_parallel import cross_entropy
@@ -42,6 +43,11 @@ class LossModule(nn.Module, ABC):
     language_model: nn.Module
     base: str | None = None  # SHA-256 of the frozen model if only adapters in it are trained and saved
 
+    @property
+    def ends(self) -> bool:
+        """Whether the next-token loss is computed here, and not in a later stage of a pipeline."""
+        return True
+
     def prepare(self) -> list[str]:
         """Finds what the forward pass must know about the weights. Returns lines for the user.
 
@@ -70,7 +76,10 @@ class LossModule(nn.Module, ABC):
         """
         hidden, router, depth = self._hidden(ids_BT, cu_seqlens)
         prediction_2K = None
-        if prediction is None:
+        if not self.ends:
+            next_token = torch.zeros(weights_BT.shape[:-2], dtype=weights_BT.dtype, device=hidden.device)
+            total = next_token.sum() if together else next_token
+        elif prediction is None:
             next_token = self._next_token_sum(
                 hidden.reshape(-1, hidden.shape[-1]), targets_BT.reshape(-1), weights_BT.flatten(-2)
             )
@@ -114,18 +123,29 @@ class LossModule(nn.Module, ABC):
 
 
 class LossModel(LossModule):
-    """A language model of this package with its loss. sequence: the processes that share each row's tokens, if any."""
+    """A language model of this package with its loss. sequence: the processes that share each row's tokens, if any.
+
+    In a stage of a pipeline `received`, of the stage before, is set before each call, which sets `sent`.
+    """
 
     language_model: LanguageModel
 
     def __init__(self, language_model: LanguageModel, sequence: SequenceGroup | None = None) -> None:
         super().__init__()
         self.language_model, self.sequence = language_model, sequence
+        self.received: Border | None = None
+        self.sent: Border | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether this is the last stage of a pipeline, or all of them."""
+        return self.language_model.stage.last
 
     def _hidden(
         self, ids_BT: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, RouterStats | None, DepthStats | None]:
-        output = self.language_model(ids_BT, cu_seqlens=cu_seqlens, sequence=self.sequence)
+        output = self.language_model(ids_BT, cu_seqlens=cu_seqlens, sequence=self.sequence, received=self.received)
+        self.sent = output.border
         return output.hidden_BTD, output.router, output.depth
 
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:

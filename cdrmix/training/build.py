@@ -16,6 +16,7 @@ from cdrmix.model.tensor_parallel import divide
 from cdrmix.training.compiling import compile_blocks
 from cdrmix.training.distributed import TIMEOUT
 from cdrmix.training.expert_parallel import expert_layer
+from cdrmix.training.pipeline import PipelineGroups
 from cdrmix.training.sharded_construction import partitioner
 from cdrmix.training.tensor_groups import TensorGroups
 
@@ -26,8 +27,8 @@ def narrow_residual(config: Config) -> bool:
 
 
 def build_loss_model(config: Config) -> LossModel:
-    """The model with its loss, with this process's experts and its share of the weights of tensor parallelism, and
-    under ZeRO-3 its partitions of all weights.
+    """The model with its loss: with this process's experts, its share of the weights of tensor parallelism, its stage
+    of a pipeline, and under ZeRO-3 its partitions of all weights.
 
     Weights are drawn from torch's global generator.
     """
@@ -37,6 +38,7 @@ def build_loss_model(config: Config) -> LossModel:
         experts=expert_layer(config),
         narrow_residual=narrow_residual(config),
         partition=_partition(config),
+        stage=PipelineGroups.make(config),
     )
     if config.train.compile:
         compile_blocks(model)

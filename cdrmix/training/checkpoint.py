@@ -3,7 +3,7 @@
 checkpoints/step-00000500/
     model.safetensors            fp32 weights with all experts; of a model with frozen parameters and a base (see
                                  Engine) only those that are trained. Under ZeRO-3 each process writes some of the
-                                 tensors, to model-00001-of-00008.safetensors ...
+                                 tensors, and of a pipeline each stage, to model-00001-of-00008.safetensors ...
     ema.safetensors              their exponential moving average, if there is one; likewise
     optimizer-rank0.safetensors  ... each process's part of the optimizer's state, by parameter (optimizer_state.py)
     rng-rank0.json ...           the states of each process's random generators
@@ -105,7 +105,9 @@ def save_checkpoint(
     """
     world, tensors, texts = engine.world, {}, {}
     # Under ZeRO-3 and expert parallelism these are collectives.
-    part = (world.rank, world.size) if engine.stage == 3 else (0, 1)  # of the weights; below, they are in rank 0
+    part = (world.stage, world.pipeline_parallel)  # of the weights; they are in the first rank of each stage
+    if engine.stage == 3:
+        part = (world.rank, world.size)
     for name, state in (
         (file_name(MODEL, *part), engine.weights_part),
         (file_name(AVERAGE, *part), engine.average_weights_part),
@@ -274,7 +276,7 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
         problem = shapes_mismatch(weights.shapes(), engine.shapes())
         if problem is not None:
             raise CheckpointError(f"{checkpoint} does not fit the model: it {problem}")
-        engine.load_weights(weights if world.is_main_process else {})
+        engine.load_weights(weights if world.leads else {})
     if engine.average is not None:
         with StoredWeights(checkpoint, average=True) as weights:
             engine.load_average_weights(weights)
@@ -301,9 +303,8 @@ def _progress(state: dict[str, Any]) -> Progress:
 
 def differences(checkpoint: Path, engine: Engine) -> list[str]:
     """Differences from the processes that wrote a checkpoint, as far as they change the rounding."""
-    state = {"expert_parallel": 1, "sequence_parallel": 1, "tensor_parallel": 1} | json.loads(
-        (checkpoint / "state.json").read_text(encoding="utf-8")
-    )
+    parallel = dict.fromkeys(("expert_parallel", "sequence_parallel", "tensor_parallel", "pipeline_parallel"), 1)
+    state = parallel | json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     now = _layout(engine)
     return [
         f"{name}: {state[name]} before, {count} now" for name, count in now.items() if state.get(name, count) != count
@@ -313,7 +314,7 @@ def differences(checkpoint: Path, engine: Engine) -> list[str]:
 def _layout(engine: Engine) -> dict[str, int]:
     layout = {"processes": engine.world.size, "zero_stage": engine.stage, "expert_parallel": engine.expert_parallel}
     layout |= {"sequence_parallel": engine.world.sequence_parallel, "micro_batch_rows": engine.micro_batch_rows}
-    layout |= {"tensor_parallel": engine.world.tensor_parallel}
+    layout |= {"tensor_parallel": engine.world.tensor_parallel, "pipeline_parallel": engine.world.pipeline_parallel}
     return layout if engine.any_threads else layout | {"threads": torch.get_num_threads()}
 
 

@@ -46,21 +46,37 @@ class DistributedContext:
     device: torch.device
     sequence_parallel: int = 1
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
 
     @property
     def data_size(self) -> int:
-        """How many groups of neighbouring processes there are that have rows of their own."""
-        return self.size // (self.sequence_parallel * self.tensor_parallel)
+        """How many groups of processes there are that have rows of their own."""
+        return self.replicas // self.sequence_parallel
+
+    @property
+    def stage_size(self) -> int:
+        """How many processes there are for each stage of the pipeline, neighbouring ones."""
+        return self.size // self.pipeline_parallel
+
+    @property
+    def stage(self) -> int:
+        """The stage of the pipeline that this process belongs to."""
+        return self.rank // self.stage_size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first process of its stage."""
+        return self.rank % self.stage_size == 0
 
     @property
     def replicas(self) -> int:
         """How many processes there are for each share of the weights."""
-        return self.size // self.tensor_parallel
+        return self.stage_size // self.tensor_parallel
 
     @property
     def replica(self) -> int:
         """The number of this process among those with the same share of the weights."""
-        return self.rank // self.tensor_parallel
+        return self.rank % self.stage_size // self.tensor_parallel
 
     @property
     def loader_ranks(self) -> tuple[int, int, int, int]:
@@ -91,7 +107,7 @@ class DistributedContext:
     def total_of_rows(self, values: Tensor) -> Tensor:
         """The sum over the processes of what each has of its own rows, float64; in place.
 
-        Processes that divide the layers have the same rows, and count once.
+        Processes that divide the layers have the same sums, and count once. Stages of a pipeline have parts of them.
         """
         return self.total(values).div_(self.tensor_parallel)
 
@@ -136,7 +152,8 @@ def join(config: Config) -> DistributedContext:
     keep_freed_memory()
     _join_process_group(rank, size, local_rank, device)
     train = config.train
-    return DistributedContext(rank, size, local_rank, device, train.sequence_parallel, train.tensor_parallel)
+    parallel = train.sequence_parallel, train.tensor_parallel, train.pipeline_parallel
+    return DistributedContext(rank, size, local_rank, device, *parallel)
 
 
 @functools.cache

@@ -19,12 +19,15 @@ How a gradient is computed. What DeepSpeed 0.19 does is read in its source and t
 - With expert parallelism (`expert_parallel.py`) a process has its own experts; everything else is replicated.
 - With tensor parallelism (`tensor_groups.py`) a process has its share of every layer. DeepSpeed gets the groups as
   `mpu`: it divides by the number of processes with the same share, and counts each share once in the norm.
+- With pipeline parallelism (`pipeline.py`) a process has a stage of the model, which is a whole model to DeepSpeed.
+  `passes` runs the stage itself, and the norm and the check for numbers that are not finite are extended over the
+  stages. A tied table is in the first and the last stage: its two gradients are summed before all others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ from torch import Tensor, nn
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.errors import ConfigError
-from cdrmix.model.loss import Losses
+from cdrmix.model.loss import Losses, LossModel
 from cdrmix.model.prediction import Depths
 from cdrmix.model.tensor_parallel import cut_of, cuts_of
 from cdrmix.ops import weights as compute_weights
@@ -54,6 +57,7 @@ from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, para
 from cdrmix.training.optimizer_state import Held, SavedPieces, load_pieces, pieces
 from cdrmix.training.owners import Owners
 from cdrmix.training.partitions import Partitions
+from cdrmix.training.pipeline import EvaluatedPipeline, Item, Pipeline, PipelineGroups, present
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
 from cdrmix.training.tensor_groups import TensorGroups
 from cdrmix.training.zero import deepspeed_stage, shards_whole_parameters
@@ -95,7 +99,7 @@ def attach_copies(parameters: Iterable[Tensor], dtype: torch.dtype | None, stage
 class Engine:
     """Trains a loss model on a DeepSpeed engine, at any ZeRO stage and with any number of processes.
 
-    One step is: `forward` and `backward` of every micro-batch, `clip`, `step`, `zero`.
+    One step is: `passes` over all micro-batches, `clip`, `step`, `zero`.
     loss_model: its parameters may be frozen (`requires_grad` False), and partitioned by ZeRO-3 already.
     base: the SHA-256 of the model that the frozen parameters are of, with adapters. Then `weights` and checkpoints hold
         the trained parameters alone, and a checkpoint of another base is refused. None: they hold all parameters.
@@ -113,6 +117,9 @@ class Engine:
         self.micro_batch_rows = config.train.micro_batch_rows
         self._compiled = config.train.compile
         self._experts, self._shares = expert_groups(config), TensorGroups.of(loss_model)
+        self._stages = PipelineGroups.of(loss_model)
+        parallel = self._shares or self._stages  # this one has the same copies
+        self._copies = None if parallel is None else parallel.copies
         cuts = cuts_of(loss_model)
         self._cuts = {name.removeprefix("language_model."): cut for name, cut in cuts.items()}
         self.share = 0.0  # of a micro-batch in its global batch
@@ -125,7 +132,8 @@ class Engine:
             interval=config.train.loss_scale.interval,
         )
         for buffer in loss_model.buffers():  # under ZeRO-3 DeepSpeed moves no module to the device
-            buffer.data = buffer.data.to(world.device)
+            if not buffer.is_meta:
+                buffer.data = buffer.data.to(world.device)
         self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision])
         self.any_threads = any_threads(config, world.device)  # no bit depends on the number of CPU threads
         self.optimizer = make_optimizer(parameter_groups(loss_model, config.train), config.train)
@@ -133,7 +141,10 @@ class Engine:
         before = [each.data for each in loss_model.parameters()] if narrow else []
         deepspeed.utils.groups.mpu = None  # of an engine before this one
         self._engine, *_ = deepspeed.initialize(
-            model=self.module, optimizer=self.optimizer, config=deepspeed_config(config, world), mpu=self._shares
+            model=self.module if self._stages is None else present(loss_model),
+            optimizer=self.optimizer,
+            config=deepspeed_config(config, world),
+            mpu=parallel,
         )
         self._last = False  # the current micro-batch ends the update
         self._partitions = Partitions(self._engine.optimizer, self.stage) if self.stage > 0 else None
@@ -144,10 +155,17 @@ class Engine:
             masters.restore(loss_model.parameters(), before)
         del before
         self._weights = ModelWeights(
-            loss_model, world, self.stage, self._experts, self._shares, masters, trained_only=base is not None
+            loss_model,
+            world,
+            self.stage,
+            self._experts,
+            self._shares,
+            self._stages,
+            masters,
+            trained_only=base is not None,
         )
         self.parameters = self._weights.parameters
-        self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        self.trained = self._weights.trained
         attach_copies(self.parameters.values(), self.module.dtype, self.stage)
         self._owners: Owners | None = None
         if shards_whole_parameters(config.train, world.size):
@@ -164,6 +182,12 @@ class Engine:
             )
             if self.stage == 1 and masters is not None:
                 _sum_gradients_in_float32(self.parameters.values())
+        self._pipeline: Pipeline | None = None
+        if self._stages is not None:
+            assert isinstance(loss_model, LossModel)
+            self._pipeline = Pipeline(self._stages, self.module, loss_model, world.device, self.module.dtype)
+            if self.stage == 1:
+                _extend_over(self._stages, self._engine.optimizer)
         self._host_gradients: HostGradients | None = None
         self._offloads = config.train.offload != "none"
         if self._offloads:
@@ -189,6 +213,40 @@ class Engine:
         """
         self.share = 1.0 / (count * self.world.replicas)
 
+    def passes(self, micro_batches: Sequence[Any], forward: Callable[..., Item]) -> Iterator[Item]:
+        """The forward and backward passes over the micro-batches of a step; after the last one the gradients are summed
+        over the processes.
+
+        forward: gives for this engine, a micro-batch and `last` (of `forward`) an outcome with `total`, the loss, by
+        calling `forward` or `evaluate`. Yields the outcomes in the order of the micro-batches.
+        """
+        if self._pipeline is None:
+            for number, micro_batch in enumerate(micro_batches, 1):
+                outcome = forward(self, micro_batch, last=number == len(micro_batches))
+                self.backward(outcome.total)
+                yield outcome
+            return
+        if self.stage == 1 and self.loss_scale.enabled:
+            self._engine.optimizer.override_loss_scale(self.loss_scale.value)
+        yield from self._pipeline.run(
+            micro_batches, lambda micro_batch: forward(self, micro_batch, last=True), self.loss_scale.value
+        )
+        assert self._stages is not None
+        assert self._reduction is not None
+        copy = self._weights.tied
+        if copy is not None and self._stages.ends is not None:
+            assert copy.grad is not None
+            dist.all_reduce(copy.grad, group=self._stages.ends)
+        self._reduction.begin()
+        self._reduction.end()
+        if self.stage == 1:
+            self._hand_over_gradients()
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The module that evaluates, with the arguments of the loss model. With a pipeline all processes call it."""
+        return self.module if self._pipeline is None else EvaluatedPipeline(self._pipeline, self.module)
+
     def forward(self, batch: Batch, *, last: bool, prediction: Depths | None = None) -> Losses:
         """The losses of a micro-batch. last: the step ends with it, and its backward pass reduces the gradients.
 
@@ -208,7 +266,7 @@ class Engine:
         """The loss model's forward pass on any arguments; last: as in `forward`."""
         self._last = last
         self._engine.set_gradient_accumulation_boundary(last)
-        return self._engine(*arguments)
+        return self._engine(*arguments) if self._pipeline is None else self.module(*arguments)
 
     def backward(self, total: Tensor) -> None:
         """Accumulates the gradients of a micro-batch's loss. After the last one they are summed over the processes."""
@@ -236,6 +294,7 @@ class Engine:
         everything = [
             (parameter.grad, is_expert_shard(parameter) or cut_of(parameter) is not None)
             for parameter in self.parameters.values()
+            if not self._weights.is_copy(parameter)
         ]
         gradients = [(gradient, divided) for gradient, divided in everything if gradient is not None]
         if self.loss_scale.enabled:
@@ -245,7 +304,7 @@ class Engine:
             group = self._experts.experts.group
         elif self._shares is not None:
             group = self._shares.group
-        self._norm = total_norm(gradients, group)
+        self._norm = total_norm(gradients, group, None if self._stages is None else self._stages.line)
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.gradient_clip, self._norm, foreach=True)
         return self._norm
 
@@ -279,15 +338,19 @@ class Engine:
 
     def _discard(self) -> None:
         # DeepSpeed skips an update whose norm is not finite, and then clears what it has accumulated.
+        zero: Any
         zero, infinite = self._engine.optimizer, torch.full((), math.inf, device=self.world.device)
         if self._host_gradients is not None:
             self._host_gradients.finish()
         name, found = ("_get_norm_groups", [infinite]) if self.stage == 3 else ("scaled_global_norm", infinite)
+        before = vars(zero).get(name)  # of `_extend_over`
         setattr(zero, name, lambda: found)
         try:
             self._engine.step()
         finally:
             delattr(zero, name)
+            if before is not None:
+                setattr(zero, name, before)
         assert not self._engine.was_step_applied()
 
     def zero(self) -> None:
@@ -335,7 +398,8 @@ class Engine:
         return {} if self.average is None else self._weights.whole(self.average.tensors, keep, spread=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Loads what `weights` returned. Rank 0's argument is sent to every rank. All ranks call."""
+        """Loads what `weights` returned. The argument of rank 0, and of the first rank of each stage of a pipeline, is
+        sent to the others (`world.leads`). All ranks call."""
         self._weights.load(weights)
         if self.stage > 0 and self._weights.masters is None:
             self._engine.optimizer.refresh_fp32_params()
@@ -364,7 +428,7 @@ class Engine:
         for state in self.optimizer.state.values():  # of later steps, where a run goes back
             for value in state.values():
                 value.zero_()
-        with SavedPieces(checkpoint, files, self.parameters, self._cuts) as opened:
+        with SavedPieces(checkpoint, files, self._weights.names, self._cuts) as opened:
             load_pieces(self.optimizer, self._held(saved=False), opened)
 
     def digests(self) -> Digests:
@@ -398,7 +462,7 @@ class Engine:
             layout = zip(zero.round_robin_bit16_groups, zero.real_dp_process_group, zero.partition_size, strict=True)
             return [ReplicatedParameters(parameters, group, int(part)) for parameters, group, part in layout]
         parameters = [each for each in self.parameters.values() if each.requires_grad]
-        everyone = dist.group.WORLD if self._shares is None else self._shares.copies
+        everyone = dist.group.WORLD if self._copies is None else self._copies
         assert everyone is not None
         groups = [ReplicatedParameters([each for each in parameters if not is_expert_shard(each)], everyone)]
         if self._experts is not None:
@@ -436,16 +500,39 @@ class Engine:
         """Whether no other process saves the state of this process's elements of a parameter."""
         if self._shares is not None and self._shares.rank > 0 and cut_of(parameter) is None:
             return False
+        if self._weights.is_copy(parameter):
+            return False
         if self._owners is not None:
             return self._owners.saves(parameter)
         if self.stage > 0:
             return True
-        if self._shares is not None:
-            return dist.get_rank(self._shares.copies) == 0
+        if self._copies is not None:
+            return dist.get_rank(self._copies) == 0
         if is_expert_shard(parameter):
             assert self._experts is not None
             return dist.get_rank(self._experts.copies) == 0
         return self.world.is_main_process
+
+
+def _extend_over(stages: PipelineGroups, zero: Any) -> None:
+    """Lets ZeRO-1 take the norm of the gradients of all stages, and skip a step in all of them.
+
+    Its own norm is a sum over groups of parameters, of which stages have different numbers.
+    """
+    norm_of_stage, reduce_in_stage = zero.scaled_global_norm, zero._model_parallel_all_reduce
+
+    def norm(norm_type: float = 2) -> Tensor:
+        mine = norm_of_stage(norm_type)
+        squares = torch.where(mine < 0, math.inf, mine.double().square())  # -1: it is not finite
+        dist.all_reduce(squares, group=stages.line)
+        return squares.sqrt().float()
+
+    def reduce(tensor: Tensor, op: Any) -> None:
+        reduce_in_stage(tensor=tensor, op=op)
+        if op == dist.ReduceOp.MAX:  # of has_overflow
+            dist.all_reduce(tensor, op, stages.line)
+
+    zero.scaled_global_norm, zero._model_parallel_all_reduce = norm, reduce
 
 
 def _sum_gradients_in_float32(parameters: Iterable[Any]) -> None:

@@ -225,7 +225,7 @@ def check_processes(config: Config, processes: int) -> None:
     """Raises ConfigError unless rows, their tokens and experts divide evenly among the processes, and ZeRO has
     something to shard."""
     train = config.train
-    parallel = {"sequence_parallel": train.sequence_parallel, "tensor_parallel": train.tensor_parallel}
+    parallel = {key: getattr(train, key) for key in ("sequence_parallel", "tensor_parallel", "pipeline_parallel")}
     parallel = {key: size for key, size in parallel.items() if size > 1}
     keys, alike = " times ".join(f"train.{key}" for key in parallel), math.prod(parallel.values())
     if processes % alike:

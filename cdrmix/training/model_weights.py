@@ -16,16 +16,23 @@ from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.expert_parallel import ExpertGroups, is_expert_shard
 from cdrmix.training.master_weights import MasterWeights
 from cdrmix.training.optimizer_state import Share
+from cdrmix.training.pipeline import PipelineGroups
 from cdrmix.training.tensor_groups import TensorGroups
+
+TABLE, HEAD = "embedding.weight", "head.weight"
 
 
 class ModelWeights:
     """The parameters and buffers of a loss model after DeepSpeed has sharded them, by their name without
     `language_model.`.
 
-    experts: the groups of expert parallelism. shares: those of tensor parallelism. masters: the float32 weights of a
-    model with bf16 weights; None: the weights are float32. trained_only: save and load the trained parameters alone,
-    without buffers.
+    experts: the groups of expert parallelism. shares: those of tensor parallelism. stages: those of a pipeline.
+    masters: the float32 weights of a model with bf16 weights; None: the weights are float32. trained_only: save and
+    load the trained parameters alone, without buffers.
+
+    parameters: those that this process has, of a pipeline those of its stage. names, trained: of all parameters of the
+    model, and of those that are trained. tied: the last stage's copy of a tied table, and the table itself in the first
+    stage; None in others and without.
     """
 
     def __init__(
@@ -35,22 +42,40 @@ class ModelWeights:
         stage: int,
         experts: ExpertGroups | None,
         shares: TensorGroups | None,
+        stages: PipelineGroups | None,
         masters: MasterWeights | None,
         *,
         trained_only: bool,
     ) -> None:
         self._model, self._world, self._stage, self._experts, self.masters = loss_model, world, stage, experts, masters
-        self._shares = shares
+        self._shares, self._stages = shares, stages
         assert masters is None or shares is None, "bf16 weights are for models of transformers, which are not divided"
-        self.parameters: dict[str, Any] = {  # Any: ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
+        everywhere: dict[str, Any] = {  # ZeRO-3 gives parameters ds_tensor, ds_numel and ds_shape
             name.removeprefix("language_model."): parameter for name, parameter in loss_model.named_parameters()
         }
         # State that no gradient changes: the routers' biases. Whole and equal in every process.
         self._buffers = {name.removeprefix("language_model."): buffer for name, buffer in _saved_buffers(loss_model)}
-        self._saved = self.parameters
+        self.names = list(everywhere)
+        self.trained = [name for name, each in everywhere.items() if each.requires_grad]
+        self.parameters: dict[str, Any] = {name: each for name, each in everywhere.items() if not each.is_meta}
+        self._listed: dict[str, Any] = everywhere
         if trained_only:
             self._buffers = {}
-            self._saved = {name: each for name, each in self.parameters.items() if each.requires_grad}
+            self._listed = {name: everywhere[name] for name in self.trained}
+        self.tied = None if stages is None or HEAD in everywhere else self.parameters.get(TABLE)
+        if self.tied is not None and self.is_copy(self.tied):
+            self.tied.ds_pipe_replicated = True  # DeepSpeed does not count it for the norm
+        self._saved = {name: each for name, each in self._listed.items() if self._saves(each)}
+        # The group of a stage, of which the first rank sends and writes.
+        self._together = None if stages is None else stages.together
+        self._root = world.stage * world.stage_size
+
+    def is_copy(self, parameter: Tensor) -> bool:
+        """Whether the first stage of the pipeline has the same parameter."""
+        return parameter is self.tied and self._stages is not None and self._stages.last
+
+    def _saves(self, parameter: Tensor) -> bool:
+        return not parameter.is_meta and not self.is_copy(parameter)
 
     def local(self) -> list[Tensor]:
         """The float32 weights that this process holds: whole, or under ZeRO-3 one padded slice of each; with bf16
@@ -63,11 +88,12 @@ class ModelWeights:
         """Whole float32 weights on the CPU, with all experts, and the buffers: each in one process.
 
         local: what `local` returned, or its average. keep: brings a tensor to the CPU. All ranks call.
-        spread: under ZeRO-3 the parameters are spread over the ranks. Otherwise rank 0 has all of them.
+        spread: under ZeRO-3 the parameters are spread over the ranks, and with a pipeline the first rank of each stage
+            has those of the stage. Otherwise rank 0 has all of them.
         One parameter at a time is whole on the device.
         """
         whole = {}
-        owners = self._owners() if spread and self._stage == 3 else dict.fromkeys(self._saved, 0)
+        owners = self._owners() if spread and self._stage == 3 else dict.fromkeys(self._saved, self._root)
         for number, (name, parameter) in enumerate(self._saved.items()):
             if self.masters is not None and parameter in self.masters:
                 mine = self.masters.whole(parameter, local)
@@ -80,12 +106,28 @@ class ModelWeights:
                 tensor = self._experts.whole(mine, owners[name])
             elif (cut := cut_of(parameter)) is not None:
                 assert self._shares is not None
-                tensor = self._shares.gather(mine, cut, owners[name])
+                tensor = self._shares.gather(mine, cut, owners[name] - self._root)
             if tensor is not None:
                 whole[name] = keep(name, tensor.detach())
-        if self._world.rank == 0:
-            whole |= {name: buffer.cpu().clone() for name, buffer in self._buffers.items()}
-        return whole
+        if self._world.rank == self._root:
+            whole |= {name: buffer.cpu().clone() for name, buffer in self._buffers.items() if not buffer.is_meta}
+        return whole if spread or self._stages is None else self._collected(whole)
+
+    def _collected(self, of_stage: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of all stages of a pipeline in rank 0; {} in the others. of_stage: in the first rank of each."""
+        tables = self._world.gather([(name, each.shape, each.dtype) for name, each in of_stage.items()])
+        device = self._world.device
+        if self._world.rank > 0:
+            for each in of_stage.values():
+                dist.send(each.to(device), 0)
+            return {}
+        found = dict(of_stage)
+        for rank, table in enumerate(tables[1:], 1):
+            for name, shape, dtype in table:
+                received = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(received, rank)
+                found[name] = received.cpu()
+        return {name: found[name] for name in (*self._listed, *self._buffers)}
 
     def _owners(self) -> dict[str, int]:
         """A rank for each saved parameter: the largest first, each to the rank with the fewest elements; experts and
@@ -105,30 +147,36 @@ class ModelWeights:
         return owners
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Loads what `whole` returned. Rank 0's argument is sent to every rank. All ranks call."""
-        for name, parameter in self._saved.items():
+        """Loads what `whole` returned. The first rank's argument, with a pipeline that of each stage, is sent to the
+        others. All ranks call."""
+        root = self._world.rank == self._root
+        for name, parameter in self._listed.items():
+            if parameter.is_meta:
+                continue
             with self._gathered(parameter), torch.no_grad():
                 if is_expert_shard(parameter):
                     assert self._experts is not None
-                    self._experts.shard(parameter.data, weights[name] if self._world.rank == 0 else None)
+                    self._experts.shard(parameter.data, weights[name] if root else None)
                 elif (cut := cut_of(parameter)) is not None:
                     assert self._shares is not None
-                    self._shares.scatter(parameter.data, cut, weights[name] if self._world.rank == 0 else None)
+                    self._shares.scatter(parameter.data, cut, weights[name] if root else None)
                 elif self.masters is not None and parameter in self.masters:
                     whole = self._sent(weights.get(name), parameter.shape)
                     parameter.copy_(whole)
                     self.masters.load(parameter, whole, self.masters.flat)
                 else:
-                    if self._world.rank == 0:
+                    if root:
                         parameter.copy_(weights[name])
                     # The context of ZeRO-3 sends it to the processes with the same share, of which rank 0 is one.
                     if self._world.size > 1 and (self._stage < 3 or self._shares is not None):
-                        dist.broadcast(parameter.data, 0)
+                        dist.broadcast(parameter.data, self._root, group=self._together)
         for name, buffer in self._buffers.items():
-            if self._world.rank == 0:
+            if buffer.is_meta:
+                continue
+            if root:
                 buffer.copy_(weights[name])
             if self._world.size > 1:
-                dist.broadcast(buffer, 0)
+                dist.broadcast(buffer, self._root, group=self._together)
 
     def load_local(self, local: Sequence[Tensor], weights: Mapping[str, Tensor]) -> None:
         """Fills tensors of the shapes of `local` from whole weights, which every rank passes."""
@@ -147,6 +195,7 @@ class ModelWeights:
     def copy_to(self, target: nn.Module) -> None:
         """Copies all weights into a module of the same structure. All ranks call."""
         assert self._shares is None, "validators_parallel.py refuses stage B, whose rollouts need this"
+        assert self._stages is None, "likewise"
         with torch.no_grad():
             for parameter, copied in zip(self.parameters.values(), target.parameters(), strict=True):
                 with self._gathered(parameter):
@@ -157,7 +206,7 @@ class ModelWeights:
     def shapes(self) -> dict[str, list[int]]:
         """The shapes of what `whole` returns, in every rank and without gathering."""
         shapes = {name: list(buffer.shape) for name, buffer in self._buffers.items()}
-        return shapes | {name: list(self.place(parameter)[1]) for name, parameter in self._saved.items()}
+        return shapes | {name: list(self.place(parameter)[1]) for name, parameter in self._listed.items()}
 
     def place(self, parameter: Any) -> tuple[int, torch.Size]:
         """The number of elements before this process's parameter in the tensor with all experts, and its shape."""

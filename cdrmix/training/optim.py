@@ -30,7 +30,8 @@ COARSE_KINDS: dict[ParameterKind, str] = {
 
 
 def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
-    """The optimizer's groups: every trainable parameter once, by weight decay, multiplier, schedule and update.
+    """The optimizer's groups: every trainable parameter once, by weight decay, multiplier, schedule and update; in a
+    stage of a pipeline those that it has.
 
     The order is that of first appearance in the model, so it is the same in every process and every run. The experts
     of a process under expert parallelism have groups of their own, marked as DeepSpeed's ZeRO looks for them. A group
@@ -40,7 +41,7 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
     groups: dict[tuple[float, float, str, str | None, bool], dict[str, Any]] = {}
     kinds, fused = parameter_kinds(model), fused_matrices(model)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or parameter.is_meta:
             continue
         kind = kinds[name]
         key = next((key for key in (kind, COARSE_KINDS.get(kind)) if key in train.groups), None)

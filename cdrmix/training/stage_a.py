@@ -212,15 +212,15 @@ class Validation:
         parts = PartScores(engine.world.device) if self._parted else None
         with uncompiled(self._config):
             score = evaluate(
-                engine.module,
+                engine.evaluated,
                 self._batches,
                 self._text_bytes,
                 domain_bytes=self._domain_bytes,
                 nats=parts or loss_model_nats,
-                copies=engine.world.tensor_parallel,
+                copies=engine.world.tensor_parallel * engine.world.pipeline_parallel,
             )
             if parts is not None and self._rearranged is not None:
-                parts.add_rearranged(engine.module, self._rearranged)
+                parts.add_rearranged(engine.evaluated, self._rearranged)
         bits = score.bits_per_byte
         record = dataclasses.replace(
             record,

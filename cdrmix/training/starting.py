@@ -23,12 +23,12 @@ def load_start(engine: Engine, config: Config, shards: ShardSet) -> None:
     assert config.train.start_from is not None
     weights: dict[str, Tensor] = {}
     problem: CdrmixError | None = None
-    if engine.world.is_main_process:
+    if engine.world.leads:
         try:
             weights = _weights(Path(config.train.start_from).expanduser(), engine, shards)
         except CdrmixError as error:
             problem = error  # every process raises it below, so that none waits for the others
-    problem = engine.world.gather(problem)[0]
+    problem = next((each for each in engine.world.gather(problem) if each is not None), None)
     if problem is not None:
         raise problem
     engine.load_weights(weights)

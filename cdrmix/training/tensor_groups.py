@@ -1,7 +1,7 @@
 """Tensor parallelism in training: the groups of processes, and whole tensors from the processes' shares.
 
 With train.tensor_parallel = S, ranks 0 .. S - 1 divide every layer, the next S ranks do the same for other rows, and so
-on. Ranks r, r + S, ... hold the same shares and sum their gradients.
+on. Ranks r, r + S, ... hold the same shares and sum their gradients; with a pipeline those of the same stage.
 """
 
 from __future__ import annotations
@@ -16,6 +16,14 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.model.tensor_parallel import Cut, Divisible, TensorGroup
 from cdrmix.training.distributed import TIMEOUT
+
+
+def copies_of(world: int, shares: int, stages: int) -> list[list[int]]:
+    """The ranks with the same share of the weights, for each share of each stage of a pipeline."""
+    width = world // stages
+    return [
+        list(range(stage + share, stage + width, shares)) for stage in range(0, world, width) for share in range(shares)
+    ]
 
 
 @dataclass(frozen=True)
@@ -34,16 +42,14 @@ class TensorGroups(TensorGroup):
 
         Nothing keeps them but the model: see distributed._leave.
         """
-        size = config.train.tensor_parallel
+        size, stages = config.train.tensor_parallel, config.train.pipeline_parallel
         if size == 1:
             return None
-        if not dist.is_initialized() or dist.get_world_size() % size:
+        if not dist.is_initialized() or dist.get_world_size() % (size * stages):
             raise ConfigError(f"train.tensor_parallel: {size} needs a multiple of as many processes (--nproc)")
         world = dist.get_world_size()
         group, _ = dist.new_subgroups(size, timeout=TIMEOUT)
-        copies, _ = dist.new_subgroups_by_enumeration(
-            [list(range(first, world, size)) for first in range(size)], timeout=TIMEOUT
-        )
+        copies, _ = dist.new_subgroups_by_enumeration(copies_of(world, size, stages), timeout=TIMEOUT)
         assert group is not None
         assert copies is not None
         return cls(group, dist.get_rank(group), size, copies)

@@ -141,10 +141,7 @@ class Trainer:
         rate = learning_rate(settings, step)
         engine.set_learning_rate(rate, group_rates(settings, step))
         sums = StepAccumulator(engine.world, objective.measures, counts_routing=recorded or objective.balances_routers)
-        micro_batches = objective.micro_batches(engine, step)
-        for index, micro_batch in enumerate(micro_batches, 1):
-            outcome = objective.forward(engine, micro_batch, last=index == len(micro_batches))
-            engine.backward(outcome.total)
+        for outcome in engine.passes(objective.micro_batches(engine, step), objective.forward):
             sums.add(outcome)
         totals = sums.total(stop.requested, self.saver is not None and self.saver.written, engine.clip())
         reason = self._skips.reason(totals.loss)

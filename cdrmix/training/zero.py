@@ -12,7 +12,7 @@ Stage = Literal[0, 1, 2, 3]
 
 def zero_stage(train: Train, processes: int) -> Stage:
     """The stage of a run of so many processes. auto: 0 for one process, 1 for several, or what the memory mode needs.
-    Processes of train.tensor_parallel that divide a model count as one: each weight is in one of them.
+    Processes that divide a model (`Train.parts`) count as one: each weight is in one of them.
 
     With one process there is nothing to shard, and ZeRO would keep a second copy of the weights. With several, stage 1
     shards the optimizer's state and sums gradients once a step, as without ZeRO. Stages 2 and 3 communicate in every
@@ -23,7 +23,7 @@ def zero_stage(train: Train, processes: int) -> Stage:
         return train.zero_stage
     if train.offload != "none":
         return 3 if train.offload == "all" else 2
-    if processes == train.tensor_parallel:
+    if processes == train.parts:
         return 2 if train.weights == "bf16" else 0
     return 1
 
@@ -48,8 +48,10 @@ def check_zero_stage(train: Train, processes: int) -> None:
     Not for bf16 weights and offload, which are modes of ZeRO.
     """
     modes = train.weights == "bf16" or train.offload != "none"
-    if processes == train.tensor_parallel and zero_stage(train, processes) > 0 and not modes:
-        alone = "one process" if processes == 1 else f"{processes} processes and train.tensor_parallel={processes}"
+    if processes == train.parts and zero_stage(train, processes) > 0 and not modes:
+        keys = ("tensor_parallel", "pipeline_parallel")
+        why = "".join(f" and train.{key}={getattr(train, key)}" for key in keys if getattr(train, key) > 1)
+        alone = "one process" if processes == 1 else f"{processes} processes{why}"
         raise ConfigError(
             f"train.zero_stage: {train.zero_stage} shards nothing with {alone}, and keeps a second copy of all "
             "weights and gradients. Set it to auto or 0, or start more processes (--nproc; for plan: --gpus)"

@@ -42,6 +42,18 @@ MOVES = {
             *("processes: 4 before, 1 now", "zero_stage: 3 before, 0 now", "tensor_parallel: 2 before, 1 now"),
         ],
     ),
+    "from the whole model to stages of shares and back": (
+        [
+            (1, 4, "train.pipeline_parallel=2", "train.tensor_parallel=2"),
+            (2, 4, "train.pipeline_parallel=2", "train.zero_stage=1"),
+            (3, 1, "train.zero_stage=0"),
+        ],
+        [
+            *("processes: 1 before, 4 now", "tensor_parallel: 1 before, 2 now", "pipeline_parallel: 1 before, 2 now"),
+            *("zero_stage: 0 before, 1 now", "tensor_parallel: 2 before, 1 now", "processes: 4 before, 1 now"),
+            *("zero_stage: 1 before, 0 now", "pipeline_parallel: 2 before, 1 now"),
+        ],
+    ),
 }
 
 

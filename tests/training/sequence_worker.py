@@ -28,7 +28,7 @@ from cdrmix.training import deepspeed_config
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.digests import digest
 from cdrmix.training.distributed import join
-from cdrmix.training.engine import make_engine
+from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import make_optimizer, parameter_groups
 
@@ -172,7 +172,10 @@ def engines(order: dict[str, Any]) -> int:
             "train.epsilon=0.01",  # with AdamW's usual one an update of elements near zero magnifies rounding
         )
         config = configured(order, *fixed)
-        alone = ("train.zero_stage=0", *(f"train.{kind}_parallel=1" for kind in ("sequence", "tensor", "expert")))
+        alone = (
+            "train.zero_stage=0",
+            *(f"train.{kind}_parallel=1" for kind in ("sequence", "tensor", "expert", "pipeline")),
+        )
         whole = configured(order, *fixed, *alone)
         world = join(config)
         split = open_shards(Path(order["shards"])).train
@@ -180,7 +183,7 @@ def engines(order: dict[str, Any]) -> int:
         start = {name: value.clone() for name, value in plain.language_model.state_dict().items()}
         optimizer = make_optimizer(parameter_groups(plain, whole.train), whole.train)
         engine = make_engine(config, build_loss_model(config), world)
-        engine.load_weights(start if world.is_main_process else {})
+        engine.load_weights(start if world.leads else {})
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * group["multiplier"]
         engine.set_learning_rate(1e-2)
@@ -200,10 +203,8 @@ def engines(order: dict[str, Any]) -> int:
             optimizer.step()
             batches = mine.micro_batches(step)
             engine.set_micro_batches(len(batches))
-            for each in batches:
-                total = engine.forward(each, last=each is batches[-1]).total
-                engine.backward(total)
-                found += total.detach().double()
+            for outcome in engine.passes(batches, Engine.forward):
+                found += outcome.total.detach().double()
             engine.clip()
             assert engine.step()
             engine.zero()
