@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cdrmix.config.schema import Train
 from cdrmix.data.batch import Batch
 from cdrmix.model.loss import LossModel
-from cdrmix.training.engine import AUTOCAST
 from cdrmix.training.optim import make_optimizer, parameter_groups
+from cdrmix.training.precision import AUTOCAST
 from cdrmix.training.schedule import learning_rate
 
 Rows = Callable[[int], list[Batch]]  # optimizer step -> its micro-batches

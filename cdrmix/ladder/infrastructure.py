@@ -35,7 +35,7 @@ from cdrmix.plan.parameters import count_parameters
 from cdrmix.run_folder import RunFolder, environment
 from cdrmix.runtime import check_cpu, check_gpu, seed_everything, work_alone
 from cdrmix.training.build import build_loss_model
-from cdrmix.training.engine import AUTOCAST
+from cdrmix.training.precision import AUTOCAST
 from cdrmix.training.stage_a import train
 
 PREFIX = "infrastructure-"  # of the folder for short runs

@@ -66,8 +66,7 @@ class LanguageModel(nn.Module):
     has the same parameters without them.
     partition: called with each part, a block or a table, as soon as it is made. It may keep this process's partition of
         the parameters, so that the whole model is never in one process. None: the model is whole.
-    stage: keeps the blocks of a stage of a pipeline; the others have no memory. With tied tables the last stage keeps
-        the embedding too, as its head.
+    stage: keeps the parts that a stage of a pipeline has; the others take no memory.
     narrow_residual: under autocast the residual stream between blocks has its dtype instead of the embedding's float32.
     Sums and norms are still computed in float32, and rounded once.
     """
@@ -94,29 +93,25 @@ class LanguageModel(nn.Module):
         self.stage = Stage(0, 1) if stage is None else stage
         self.layers = self.stage.layers(config.layers)
 
-        def made(part: Part, here: bool) -> Part:
+        def made(name: str, part: Part) -> Part:
             if partition is not None:
                 partition(part)
-            if not here:
+            if not self.stage.has(name, config):
                 leave(part)
             return part
 
         std = 0.02 * config.init_std_scale
-        first, last = self.stage.first, self.stage.last
-        self.embedding = made(
-            TokenEmbedding(config.vocab_size, config.d_model, std), first or (last and config.tie_embeddings)
-        )
-        self.embedding_norm = made(AddNorm(config, wide=True), first) if config.embedding_norm else None
+        self.embedding = made("embedding", TokenEmbedding(config.vocab_size, config.d_model, std))
+        self.embedding_norm = made("embedding_norm", AddNorm(config, wide=True)) if config.embedding_norm else None
         blocks = [
-            made(Block(config, layer, mixer, experts), layer in self.layers)
-            for layer, mixer in enumerate(config.mixers)
+            made(f"blocks.{layer}", Block(config, layer, mixer, experts)) for layer, mixer in enumerate(config.mixers)
         ]
         self.blocks = nn.ModuleList(blocks)
         # A mixer that skips tokens has positions of its own.
         self.attends = any(block.mixer.attends and "mixer" not in block.depth_routers for block in blocks)
-        self.final_norm = made(AddNorm(config, wide=True), last)  # the heads of stage B need float32
+        self.final_norm = made("final_norm", AddNorm(config, wide=True))  # the heads of stage B need float32
         self.head = (
-            None if config.tie_embeddings else made(TokenEmbedding(config.vocab_size, config.d_model, std), last)
+            None if config.tie_embeddings else made("head", TokenEmbedding(config.vocab_size, config.d_model, std))
         )
         for name, module in self.named_modules():
             if isinstance(module, Router):
@@ -126,14 +121,13 @@ class LanguageModel(nn.Module):
                 block.plastic = make_adapters(kind, block.mixer, reasoning.plastic_lora, reasoning.chunk)
         self.adapters = sum(len(block.plastic) for block in blocks if block.plastic is not None)
         # Drawn last, as the adapters: the rest of the model has the same parameters without them.
-        self.prediction = (
-            None
-            if config.prediction is None
-            else made(MultiTokenPrediction(config, activation_checkpointing=activation_checkpointing), last)
-        )
-        self.bigrams = (
-            None if config.bigrams is None else made(BigramEmbedding(config.bigrams, config.d_model, std), first)
-        )
+        self.prediction: MultiTokenPrediction | None = None
+        if config.prediction is not None:
+            depths = MultiTokenPrediction(config, activation_checkpointing=activation_checkpointing)
+            self.prediction = made("prediction", depths)
+        self.bigrams: BigramEmbedding | None = None
+        if config.bigrams is not None:
+            self.bigrams = made("bigrams", BigramEmbedding(config.bigrams, config.d_model, std))
 
     @property
     def vocab_size(self) -> int:

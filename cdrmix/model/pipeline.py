@@ -13,6 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cdrmix.config.schema import Model
+
+BEFORE_BLOCKS = ("embedding", "bigrams", "embedding_norm")
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -34,6 +38,16 @@ class Stage:
     def layers(self, count: int) -> range:
         """Its blocks, of so many. The numbers of blocks of two stages differ by at most one."""
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+    def has(self, name: str, config: Model) -> bool:
+        """Whether it has a module or parameter of the language model. With tied tables the last stage has the embedding
+        too, as its head."""
+        part, *rest = name.split(".")
+        if part == "blocks":
+            return int(rest[0]) in self.layers(config.layers)
+        if part == "embedding" and self.last and config.tie_embeddings:
+            return True
+        return self.first if part in BEFORE_BLOCKS else self.last
 
 
 class Border(NamedTuple):

@@ -51,7 +51,7 @@ class MemoryPlan:
 
 def micro_batches(train: Train, processes: int) -> int:
     """Micro-batches of a process in a step; at least 1, also for numbers of processes that cannot divide the step."""
-    together = train.sequence_parallel * train.tensor_parallel  # processes that have the same rows
+    together = train.sequence_parallel * train.parts  # processes that have the same rows
     return max(1, train.batch_rows * together // (train.micro_batch_rows * processes))
 
 
@@ -73,7 +73,7 @@ def lasting_state(
     weight. single: parameters of the process that have one moment, by Muon, of `here` or with ZeRO of `shared`.
     """
     state = []
-    copies = processes // train.tensor_parallel
+    copies = processes // train.parts
     whole = shards_whole_parameters(train, processes)  # then the weights themselves are updated
     if stage > 0 and not whole:
         state.append(Component("masters", FP32 * shared, f"the float32 weights of ZeRO, 1/{copies}"))
@@ -98,7 +98,7 @@ def lasting_state(
 
 def _gradients(train: Train, stage: int, processes: int, here: int, shared: int) -> Iterator[Component]:
     """Gradients that last between micro-batches; here, shared: as of `lasting_state`."""
-    copies = processes // train.tensor_parallel
+    copies = processes // train.parts
     several = micro_batches(train, processes) > 1
     if stage < 2:
         if several:
@@ -111,14 +111,19 @@ def _gradients(train: Train, stage: int, processes: int, here: int, shared: int)
         yield Component("gradients", FP32 * shared, f"float32, 1/{copies}")
 
 
-def passes(config: Config, step: MicroBatch, *, elsewhere: int = 0, source: str = "") -> Iterator[Component]:
+def passes(
+    config: Config, step: MicroBatch, *, elsewhere: int = 0, at_once: int = 1, source: str = ""
+) -> Iterator[Component]:
     """The memory of the forward and the backward pass.
 
-    elsewhere: bytes of the trace that are not in this process. source: where the numbers are from, for the table.
+    elsewhere: bytes of the trace that are not in this process. at_once: micro-batches whose activations are kept, in a
+    pipeline. source: where the numbers are from, for the table.
     """
     rows = f"{config.train.micro_batch_rows} x {config.data.row_length // config.train.sequence_parallel} tokens"
     how = ", only the inputs of the blocks" if config.train.activation_checkpointing else ""
-    yield Component("activations", step.total_saved, f"saved by the forward pass of {rows}{how}{source}")
+    saved = at_once * step.total_saved
+    several = f"of {at_once} micro-batches, " if at_once > 1 else ""
+    yield Component("activations", saved, f"{several}saved by the forward pass of {rows}{how}{source}")
     working = max(0, step.peak - step.total_saved - elsewhere)
     yield Component("working", working, f"additional peak of the passes{source}")
 

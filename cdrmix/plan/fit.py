@@ -235,15 +235,15 @@ class _Search:
         step has too few rows for twice the processes, the rows of a micro-batch are reduced too.
         """
         train, processes = self.config.train, self.processes
-        # Rows of which every step has a multiple; with sequence and tensor parallelism several processes have the same.
-        shared = train.batch_sizes.unit * train.sequence_parallel * train.tensor_parallel
+        # Rows of which every step has a multiple; processes that share tokens or the model have the same.
+        shared = train.batch_sizes.unit * train.sequence_parallel * train.parts
         counts = [
             processes << shift for shift in range(MAX_PROCESSES.bit_length()) if processes << shift <= MAX_PROCESSES
         ]
         unchanged = [(count, int(zero_stage(train, count))) for count in counts[1:] if zero_stage(train, count) > 0]
         least = max(zero_stage(train, processes), 1)
-        most = 1 if train.optimizer.kind == "muon" else 3
-        several = [count for count in counts if count > train.tensor_parallel]
+        most = 1 if train.optimizer.kind == "muon" or train.pipeline_parallel > 1 else 3
+        several = [count for count in counts if count > train.parts]
         higher = [(count, stage) for count in several for stage in range(least, most + 1)]
         too_few = shared % (train.micro_batch_rows * 2 * processes) > 0
         single = self._checkpointing() | {"train.micro_batch_rows": 1}

@@ -20,7 +20,7 @@ from cdrmix.hf.mamba import is_installed
 from cdrmix.hf.packing import Packing
 from cdrmix.ops.backend import Platform, assume_platform
 from cdrmix.plan.trace import DOCUMENT_TOKENS, LiveBytes, MicroBatch, drop_gradient, make_fake
-from cdrmix.training.engine import AUTOCAST, Autocast
+from cdrmix.training.precision import AUTOCAST, Autocast
 
 NF4_BYTES = 0.52  # a weight in 4 bits, with its scales of two levels (arXiv 2305.14314)
 KEPT_OF_A_MATRIX = 2  # of the estimate without a trace: how often the inputs and outputs of a matrix are kept

@@ -23,7 +23,7 @@ from cdrmix.plan.components import (
 )
 from cdrmix.plan.foreign_memory import foreign_memory_of
 from cdrmix.plan.optimizer import optimizer_size
-from cdrmix.plan.parameters import count_parameters, divided_parameters
+from cdrmix.plan.parameters import count_parameters, largest_stage
 from cdrmix.plan.trace import trace
 from cdrmix.training.deepspeed_config import BUCKET, MOST_LIVE
 from cdrmix.training.reduction import IN_FLIGHT
@@ -31,24 +31,29 @@ from cdrmix.training.zero import zero_stage
 
 
 def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
-    """The memory of each of `processes` processes in stage A. It takes seconds and allocates nothing."""
+    """The memory of each of `processes` processes in stage A. It takes seconds and allocates nothing.
+
+    With a pipeline it is that of the first stage, which keeps the most micro-batches, as if it had also the parameters
+    of the largest stage and the loss.
+    """
     if not isinstance(config.model, Model):
         return foreign_memory_of(config, platform, processes)
     train = config.train
     stage = zero_stage(train, processes)
     stored = count_parameters(config.cdrmix_model)
     experts = stored.stored["experts"] if "routing_mamba" not in config.cdrmix_model.mixers else 0
-    divided = divided_parameters(config.cdrmix_model) if train.tensor_parallel > 1 else 0
+    everywhere, divided = stored.total_stored, 0
+    if train.parts > 1:
+        everywhere, divided = largest_stage(config.cdrmix_model, train.pipeline_parallel)
     divided -= divided // train.tensor_parallel
-    here = stored.total_stored - experts + experts // train.expert_parallel - divided
-    everywhere = stored.total_stored
+    here = everywhere - experts + experts // train.expert_parallel - divided
     # The part of a process of the state that ZeRO partitions.
-    shared = -(-(everywhere - divided) * train.tensor_parallel // processes)
+    shared = -(-(everywhere - divided) * train.parts // processes)
     accumulation = micro_batches(train, processes)
     step = trace(config, platform, zero_stage=stage, accumulation=accumulation)
 
     zero_3 = stage == 3
-    part = f", 1/{processes // train.tensor_parallel} (ZeRO 3)" if zero_3 else ""
+    part = f", 1/{processes // train.parts} (ZeRO 3)" if zero_3 else ""
     weights = Component("weights", FP32 * (shared if zero_3 else here), f"float32{part}")
     orthogonalised = optimizer_size(config).orthogonalised
     absent = everywhere - here if train.optimizer.experts else 0
@@ -61,7 +66,8 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
         copies = step.copies - BYTES_16_BIT * elsewhere
         parts.append(Component("copies", copies, f"of the weights in {train.precision}"))
     # In a step with one micro-batch, gradients are allocated while activations are freed: the trace includes them.
-    parts += passes(config, step, elsewhere=FP32 * elsewhere if stage < 2 and accumulation == 1 else 0)
+    elsewhere = FP32 * elsewhere if stage < 2 and accumulation == 1 else 0
+    parts += passes(config, step, elsewhere=elsewhere, at_once=min(train.pipeline_parallel, accumulation))
     parts += _buffers(stage, config, here, processes)
     gathered = checkpoint_bytes(train, processes, everywhere, orthogonalised, everywhere - divided)
     host_bytes = offloaded + max(FP32 * here, gathered)
@@ -69,7 +75,7 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
 
 
 def _buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[Component]:
-    if processes == config.train.tensor_parallel and stage == 0:
+    if processes == config.train.parts and stage == 0:
         return
     if stage < 3:
         held = IN_FLIGHT if stage < 2 else 1

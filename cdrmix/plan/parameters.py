@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,7 @@ from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.block import Block
 from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, DenseFeedForward, MoeFeedForward, SkippingFeedForward
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.model.pipeline import Stage
 from cdrmix.model.tensor_parallel import cuts_of
 from cdrmix.plan.foreign import foreign_size
 from cdrmix.units import amount
@@ -47,12 +49,24 @@ class ParameterCount:
         return sum(self.active.values())
 
 
-def divided_parameters(config: Model) -> int:
-    """The number of parameters that tensor parallelism divides, all shares together."""
+class Held(NamedTuple):
+    """Numbers of parameters: all, and those of them that tensor parallelism divides, all shares together."""
+
+    all: int
+    divided: int
+
+
+def largest_stage(config: Model, stages: int) -> Held:
+    """The parameters of the largest of so many stages of a pipeline; of one: of the model."""
     with torch.device("meta"):
         model = LanguageModel(config)
-    cuts = cuts_of(model)
-    return sum(parameter.numel() for name, parameter in model.named_parameters() if name in cuts)
+    cuts, parameters = cuts_of(model), list(model.named_parameters())
+
+    def held(stage: Stage) -> Held:
+        sizes = {name: each.numel() for name, each in parameters if stage.has(name, config)}
+        return Held(sum(sizes.values()), sum(size for name, size in sizes.items() if name in cuts))
+
+    return max(held(Stage(rank, stages)) for rank in range(stages))
 
 
 def count_of(config: Config) -> ParameterCount:

@@ -130,7 +130,9 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
         _speed(flops, tokens, machine, processes),
         _disk(config, tokens),
         tuple(notes),
-        zero_stage(train, processes) == 3 and isinstance(config.model, Model) and config.reasoning is None,
+        (zero_stage(train, processes) == 3 or train.pipeline_parallel > 1)
+        and isinstance(config.model, Model)
+        and config.reasoning is None,
     )
 
 

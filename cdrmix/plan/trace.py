@@ -9,6 +9,7 @@ freed. The operators of `cdrmix.ops` have implementations for fake tensors, whic
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -32,7 +33,7 @@ from cdrmix.ops import weights as compute_weights
 from cdrmix.ops.backend import Platform, assume_platform
 from cdrmix.plan.workspace import workspace
 from cdrmix.training.build import narrow_residual
-from cdrmix.training.engine import AUTOCAST, Autocast, attach_copies
+from cdrmix.training.precision import AUTOCAST, Autocast, attach_copies
 
 MAX_PERIOD = 8  # blocks: longest period of the mixers for which two shorter models are traced
 NAMES: dict[Platform, str] = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "hip": "an AMD GPU"}
@@ -115,17 +116,18 @@ class LiveBytes(TorchDispatchMode):
 
 
 def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: int) -> MicroBatch:
-    """The memory of a micro-batch of stage A on one process. accumulation: micro-batches of a process in a step.
+    """The memory of a micro-batch of stage A on one process. accumulation: micro-batches of a process in a step. With a
+    pipeline it is that of a model with the first blocks, as many as the largest stage has.
 
     A model with periodic mixers is traced with two smaller numbers of blocks and extrapolated. Each block adds the same
     amount to the saved tensors and to the allocated memory at a given block. In the backward pass each block frees the
     same amount and, in a step with one micro-batch, allocates gradients of the same size. So the allocated memory is
     linear between the top and the bottom of the model, and its maximum is at one of the two.
     """
-    train = config.train
+    train, model = config.train, config.cdrmix_model
     # Only these keys affect the trace; other keys must not cause another trace.
     traced = _TraceInput(
-        config.cdrmix_model,
+        model,
         config.data.row_length,
         train.micro_batch_rows,
         train.precision,
@@ -137,12 +139,15 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
         zero_stage >= 2 or accumulation > 1,
         zero_stage,
     )
-    period = _period(config.cdrmix_model)
-    if config.cdrmix_model.layers <= FULL_TRACE_LAYERS or period is None:
-        return _trace(traced.key(config.cdrmix_model.layers), traced).micro_batch()
+    layers = -(-model.layers // train.pipeline_parallel)
+    if layers < model.layers:
+        traced = dataclasses.replace(traced, model=traced.of_layers(layers))
+    period = _period(traced.model)
+    if layers <= FULL_TRACE_LAYERS or period is None:
+        return _trace(traced.key(layers), traced).micro_batch()
     fewer = period * max(2, 8 // period)  # each half has at least one whole period
     more = fewer + period * max(1, 4 // period)
-    steps = (config.cdrmix_model.layers - fewer) / (more - fewer)
+    steps = (layers - fewer) / (more - fewer)
     return _extended(_trace(traced.key(fewer), traced), _trace(traced.key(more), traced), steps).micro_batch()
 
 

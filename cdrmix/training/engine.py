@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
-from cdrmix.errors import ConfigError
 from cdrmix.model.loss import Losses, LossModel
 from cdrmix.model.prediction import Depths
 from cdrmix.model.tensor_parallel import cut_of, cuts_of
@@ -57,43 +55,13 @@ from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, para
 from cdrmix.training.optimizer_state import Held, SavedPieces, load_pieces, pieces
 from cdrmix.training.owners import Owners
 from cdrmix.training.partitions import Partitions
-from cdrmix.training.pipeline import EvaluatedPipeline, Item, Pipeline, PipelineGroups, present
+from cdrmix.training.pipeline import EvaluatedPipeline, Item, Pipeline, PipelineGroups, extend_over, present
+from cdrmix.training.precision import AUTOCAST, Autocast, attach_copies, sum_gradients_in_float32
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
 from cdrmix.training.tensor_groups import TensorGroups
 from cdrmix.training.zero import deepspeed_stage, shards_whole_parameters
 
 REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Autocast(nn.Module):
-    """A loss model whose forward pass runs under torch.autocast. DeepSpeed wraps this module."""
-
-    def __init__(self, loss_model: nn.Module, device_type: str, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.loss_model = loss_model
-        self.device_type = device_type
-        self.dtype = dtype
-
-    def forward(self, *arguments: Any) -> Any:
-        """The loss model's forward pass, in the configured precision."""
-        with self.precision():
-            return self.loss_model(*arguments)
-
-    def precision(self) -> AbstractContextManager[None]:
-        """The configured precision, for computations outside of the forward pass."""
-        return nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
-
-
-def attach_copies(parameters: Iterable[Tensor], dtype: torch.dtype | None, stage: int) -> None:
-    """Lets products keep copies of the weights in their dtype and accumulate weight gradients, where the stage allows.
-
-    dtype: of autocast; None: products are float32 and need no copies. Weights that are not float32 get none.
-    """
-    if dtype is not None and stage < 3:  # under ZeRO-3 a weight is gathered only during its module's call
-        # ZeRO-2's hooks read every gradient when it is computed; ZeRO-1 reads `.grad` after the last one.
-        wide = [parameter for parameter in parameters if parameter.dtype == torch.float32]
-        compute_weights.attach(wide, dtype, add_gradients=stage < 2)
 
 
 class Engine:
@@ -181,13 +149,13 @@ class Engine:
                 self.parameters.values(), self._replicated(), REDUCED[config.train.reduce_dtype], most=BUCKET
             )
             if self.stage == 1 and masters is not None:
-                _sum_gradients_in_float32(self.parameters.values())
+                sum_gradients_in_float32(self.parameters.values())
         self._pipeline: Pipeline | None = None
         if self._stages is not None:
             assert isinstance(loss_model, LossModel)
             self._pipeline = Pipeline(self._stages, self.module, loss_model, world.device, self.module.dtype)
             if self.stage == 1:
-                _extend_over(self._stages, self._engine.optimizer)
+                extend_over(self._stages, self._engine.optimizer)
         self._host_gradients: HostGradients | None = None
         self._offloads = config.train.offload != "none"
         if self._offloads:
@@ -343,7 +311,7 @@ class Engine:
         if self._host_gradients is not None:
             self._host_gradients.finish()
         name, found = ("_get_norm_groups", [infinite]) if self.stage == 3 else ("scaled_global_norm", infinite)
-        before = vars(zero).get(name)  # of `_extend_over`
+        before = vars(zero).get(name)  # of `extend_over`
         setattr(zero, name, lambda: found)
         try:
             self._engine.step()
@@ -512,39 +480,6 @@ class Engine:
             assert self._experts is not None
             return dist.get_rank(self._experts.copies) == 0
         return self.world.is_main_process
-
-
-def _extend_over(stages: PipelineGroups, zero: Any) -> None:
-    """Lets ZeRO-1 take the norm of the gradients of all stages, and skip a step in all of them.
-
-    Its own norm is a sum over groups of parameters, of which stages have different numbers.
-    """
-    norm_of_stage, reduce_in_stage = zero.scaled_global_norm, zero._model_parallel_all_reduce
-
-    def norm(norm_type: float = 2) -> Tensor:
-        mine = norm_of_stage(norm_type)
-        squares = torch.where(mine < 0, math.inf, mine.double().square())  # -1: it is not finite
-        dist.all_reduce(squares, group=stages.line)
-        return squares.sqrt().float()
-
-    def reduce(tensor: Tensor, op: Any) -> None:
-        reduce_in_stage(tensor=tensor, op=op)
-        if op == dist.ReduceOp.MAX:  # of has_overflow
-            dist.all_reduce(tensor, op, stages.line)
-
-    zero.scaled_global_norm, zero._model_parallel_all_reduce = norm, reduce
-
-
-def _sum_gradients_in_float32(parameters: Iterable[Any]) -> None:
-    """Lets `.grad` of bf16 parameters be float32."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if not hasattr(parameter, "grad_dtype"):
-                raise ConfigError(
-                    f"train.zero_stage: 1 with train.weights: bf16 needs a newer PyTorch than {torch.__version__}; "
-                    "set it to 2 or 3"
-                )
-            parameter.grad_dtype = torch.float32
 
 
 def make_engine(config: Config, loss_model: nn.Module, world: DistributedContext, *, base: str | None = None) -> Engine:

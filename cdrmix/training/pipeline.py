@@ -1,6 +1,6 @@
 """Pipeline parallelism in training: the groups of processes, and the order of the passes of a step.
 
-With train.pipeline_parallel = S and W ranks, the first W / S ranks have the first blocks, the next ones the next blocks,
+With train.pipeline_parallel = S and W ranks, the first W / S ranks have the first blocks, the next ones the next ones,
 and so on. Rank r passes its activations on to rank r + W / S.
 
 The passes are in the order 1F1B (arXiv 2104.04473, section 2.2): a stage keeps the activations of at most as many
@@ -11,6 +11,7 @@ warm-up changes the number and the last batch of a validation may be smaller.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -267,6 +268,27 @@ class EvaluatedPipeline(nn.Module):
     def forward(self, *arguments: Any) -> Losses:
         """As of Pipeline.evaluate."""
         return self._pipeline.evaluate(*arguments)
+
+
+def extend_over(stages: PipelineGroups, zero: Any) -> None:
+    """Lets ZeRO-1 take the norm of the gradients of all stages, and skip a step in all of them.
+
+    Its own norm is a sum over groups of parameters, of which stages have different numbers.
+    """
+    norm_of_stage, reduce_in_stage = zero.scaled_global_norm, zero._model_parallel_all_reduce
+
+    def norm(norm_type: float = 2) -> Tensor:
+        mine = norm_of_stage(norm_type)
+        squares = torch.where(mine < 0, math.inf, mine.double().square())  # -1: it is not finite
+        dist.all_reduce(squares, group=stages.line)
+        return squares.sqrt().float()
+
+    def reduce(tensor: Tensor, op: Any) -> None:
+        reduce_in_stage(tensor=tensor, op=op)
+        if op == dist.ReduceOp.MAX:  # of has_overflow
+            dist.all_reduce(tensor, op, stages.line)
+
+    zero.scaled_global_norm, zero._model_parallel_all_reduce = norm, reduce
 
 
 def present(model: nn.Module) -> nn.ParameterList:
