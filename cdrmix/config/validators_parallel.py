@@ -150,7 +150,6 @@ def _stages(processes: int, layers: int, zero_stage: int | str) -> str | None:
 def _not_in_stages(
     processes: int,
     optimizer: str,
-    expert_parallel: int,
     compiled: bool,
     offload: str,
     prediction: object,
@@ -162,7 +161,6 @@ def _not_in_stages(
         return None
     reasons = {
         "train.optimizer.kind muon, whose matrices are shared out over all processes": optimizer == "muon",
-        "train.expert_parallel, whose groups would reach over several stages": expert_parallel > 1,
         "train.compile": compiled,
         "train.offload, which needs ZeRO-2 or 3": offload != "none",
         "model.prediction: its depths read the embeddings, which the first stage has": prediction is not None,
@@ -230,7 +228,7 @@ RULES = (
     Rule(("train.pipeline_parallel", "model.mixer_layers", "model.feed_forward.kind"), _of_plugins),
     Rule(
         (
-            *("train.pipeline_parallel", "train.optimizer.kind", "train.expert_parallel"),
+            *("train.pipeline_parallel", "train.optimizer.kind"),
             *("train.compile", "train.offload", "model.prediction", "model.depth", "reasoning", "train.dpo"),
         ),
         _not_in_stages,

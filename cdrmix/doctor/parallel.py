@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 import time
@@ -40,19 +41,33 @@ def work(folder: Path, device: str) -> None:
     world = join(config)
     shards = open_shards(prepare(config, say=lambda text: None).path)
     findings = [_messages(world)]
-    modes: dict[str, list[str]] = {"": []}
-    if world.size > 1:
-        experts = min(world.size, config.cdrmix_model.feed_forward.experts)
-        modes[f", experts over {experts} processes"] = [f"train.expert_parallel={experts}"]
-        modes[f", tokens of a row over {world.size} processes"] = [f"train.sequence_parallel={world.size}"]
-        modes[", layers over 2 processes"] = ["train.tensor_parallel=2"]
-        modes[", blocks over 2 processes"] = ["train.pipeline_parallel=2"]
-    for mode, keys in modes.items():
-        for stage in (0, 1) if "blocks" in mode else (0, 1, 2, 3):
+    for mode, divided in modes(world.size, config.cdrmix_model.feed_forward.experts).items():
+        keys = [f"train.{key}={count}" for key, count in divided.items()]
+        for stage in (0, 1) if "pipeline_parallel" in divided else (0, 1, 2, 3):
             layout = configuration(folder, device, f"train.zero_stage={stage}", "train.micro_batch_rows=1", *keys)
             findings.append(engine(f"ZeRO {stage}{mode}", layout, config, shards))
     if world.is_main_process:
         (folder / "findings.json").write_text(json.dumps(findings))
+
+
+def modes(processes: int, experts: int) -> dict[str, dict[str, int]]:
+    """The keys of `train` that divide the work, by what they divide: each alone, and with 4 or more processes those
+    that work together, in pairs."""
+    found: dict[str, dict[str, int]] = {"": {}}
+    if processes == 1:
+        return found
+    over = {
+        "experts": ("expert_parallel", min(processes, experts)),
+        "tokens of a row": ("sequence_parallel", processes),
+        "layers": ("tensor_parallel", 2),
+        "blocks": ("pipeline_parallel", 2),
+    }
+    found |= {f", {what} over {count} processes": {key: count} for what, (key, count) in over.items()}
+    if processes >= 4:
+        pairs = itertools.combinations(over, 2)
+        together = [(one, other) for one, other in pairs if (one, other) != ("experts", "layers")]
+        found |= {f", {one} and {other} over 2 each": {over[one][0]: 2, over[other][0]: 2} for one, other in together}
+    return found
 
 
 def _messages(world: DistributedContext) -> Finding:

@@ -68,6 +68,11 @@ def carries_values(mixers: Sequence[str], before: int) -> bool:
     return "rwkv7" in mixers[:before] and "rwkv7" in mixers[before:]
 
 
+def is_elsewhere(parameter: Tensor) -> bool:
+    """Whether another stage of the pipeline has a parameter."""
+    return getattr(parameter, "elsewhere", False)
+
+
 @torch.no_grad()
 def leave(part: nn.Module) -> None:
     """Frees the tensors of a part of a model that another stage has. It keeps their names and shapes, on the device
@@ -76,7 +81,7 @@ def leave(part: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-                empty.__dict__.update(parameter.__dict__)  # how it is divided
+                empty.__dict__.update(parameter.__dict__, elsewhere=True)  # also how it is divided
                 module._parameters[name] = empty
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -213,7 +213,11 @@ class Engine:
     @property
     def evaluated(self) -> nn.Module:
         """The module that evaluates, with the arguments of the loss model. With a pipeline all processes call it."""
-        return self.module if self._pipeline is None else EvaluatedPipeline(self._pipeline, self.module)
+        return (
+            self.module
+            if self._pipeline is None
+            else EvaluatedPipeline(self._pipeline, self._engine.module, self.module)
+        )
 
     def forward(self, batch: Batch, *, last: bool, prediction: Depths | None = None) -> Losses:
         """The losses of a micro-batch. last: the step ends with it, and its backward pass reduces the gradients.
@@ -474,11 +478,11 @@ class Engine:
             return self._owners.saves(parameter)
         if self.stage > 0:
             return True
-        if self._copies is not None:
-            return dist.get_rank(self._copies) == 0
         if is_expert_shard(parameter):
             assert self._experts is not None
             return dist.get_rank(self._experts.copies) == 0
+        if self._copies is not None:
+            return dist.get_rank(self._copies) == 0
         return self.world.is_main_process
 
 

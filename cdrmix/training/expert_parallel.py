@@ -1,8 +1,8 @@
 """Expert parallelism on DeepSpeed's process groups: layers that DeepSpeed accepts, gathering and sharding of experts.
 
 With train.expert_parallel = S and W processes, ranks 0 .. S - 1 hold every expert once, the next S ranks hold them
-again, and so on. S ranks exchange rows. The W / S ranks that hold the same experts sum their gradients. What DeepSpeed
-0.19 does, read in its source and tested against plain PyTorch:
+again, and so on. S ranks exchange rows. The W / S ranks that hold the same experts sum their gradients. With a pipeline
+all this is within a stage. What DeepSpeed 0.19 does, read in its source and tested against plain PyTorch:
 - It trains expert parameters that differ by rank, under every ZeRO stage, only in an AutoEPMoELayer. Of that class it
   reads a name, sizes and `set_deepspeed_parallelism`. Our layer therefore has that class as a second base.
 - A parameter with `allreduce = False` is reduced over the group that `group_name` names. ZeRO-1 and 2 find these
@@ -61,9 +61,14 @@ def expert_groups(config: Config) -> ExpertGroups | None:
         return None
     from deepspeed.utils import groups  # imported after distributed.join has chosen the accelerator
 
-    name = f"ep_size_{size}"  # DeepSpeed's own
-    if name not in groups._get_expert_parallel_group_dict():
-        groups._create_expert_and_data_parallel(size)
+    name, stages = f"ep_size_{size}", config.train.pipeline_parallel  # the name is DeepSpeed's own
+    made = groups._get_expert_parallel_group_dict(), groups._get_expert_data_parallel_group_dict()
+    if name in made[1] and dist.get_world_size(made[1][name]) * size * stages != dist.get_world_size():
+        for each in made:  # of an engine before, with another number of stages
+            del each[name]
+    if name not in made[0]:
+        # Without the number of stages, experts of different layers would have the same copies.
+        groups._create_expert_and_data_parallel(size, pp_size=stages)
     group = groups._get_expert_parallel_group(name)
     copies = groups._get_expert_data_parallel_group(name)
     return ExpertGroups(name, ExpertGroup(group, dist.get_rank(group), size), copies)
@@ -112,8 +117,9 @@ def total_norm(
     million elements, and up to 1e-4 for more.
     """
     squares = _sum_of_squares([gradient for gradient, divided in gradients if not divided])
-    if group is not None:
-        parts = _sum_of_squares([gradient for gradient, divided in gradients if divided])
+    different = [gradient for gradient, divided in gradients if divided]  # none in a stage without experts
+    if group is not None and different:
+        parts = _sum_of_squares(different)
         dist.all_reduce(parts, group=group)
         squares = squares + parts
     if stages is not None:

@@ -215,6 +215,7 @@ def memory_guard(config: Config, *, in_rows: bool) -> Iterator[None]:
             f"train.expert_parallel: above 1 with several processes (now {train.expert_parallel}), "
             f"train.sequence_parallel: above 1 with several processes, for long rows (now {train.sequence_parallel}), "
             f"train.tensor_parallel: above 1 with several GPUs of one machine (now {train.tensor_parallel}), "
+            f"train.pipeline_parallel: above 1 with several processes (now {train.pipeline_parallel}), "
             f"train.offload: optimizer or all, on a GPU (now {train.offload}). "
             f"The failed request: {text.splitlines()[0] if text else type(error).__name__}"
         ) from error

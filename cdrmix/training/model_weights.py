@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cdrmix.model.pipeline import is_elsewhere
 from cdrmix.model.tensor_parallel import cut_of
 from cdrmix.training.copies import Keep
 from cdrmix.training.distributed import DistributedContext
@@ -57,7 +58,7 @@ class ModelWeights:
         self._buffers = {name.removeprefix("language_model."): buffer for name, buffer in _saved_buffers(loss_model)}
         self.names = list(everywhere)
         self.trained = [name for name, each in everywhere.items() if each.requires_grad]
-        self.parameters: dict[str, Any] = {name: each for name, each in everywhere.items() if not each.is_meta}
+        self.parameters: dict[str, Any] = {name: each for name, each in everywhere.items() if not is_elsewhere(each)}
         self._listed: dict[str, Any] = everywhere
         if trained_only:
             self._buffers = {}
@@ -75,7 +76,7 @@ class ModelWeights:
         return parameter is self.tied and self._stages is not None and self._stages.last
 
     def _saves(self, parameter: Tensor) -> bool:
-        return not parameter.is_meta and not self.is_copy(parameter)
+        return not is_elsewhere(parameter) and not self.is_copy(parameter)
 
     def local(self) -> list[Tensor]:
         """The float32 weights that this process holds: whole, or under ZeRO-3 one padded slice of each; with bf16
@@ -103,7 +104,7 @@ class ModelWeights:
             tensor: Tensor | None = mine if self._world.rank == owners[name] else None
             if is_expert_shard(parameter):
                 assert self._experts is not None
-                tensor = self._experts.whole(mine, owners[name])
+                tensor = self._experts.whole(mine, owners[name] - self._root)
             elif (cut := cut_of(parameter)) is not None:
                 assert self._shares is not None
                 tensor = self._shares.gather(mine, cut, owners[name] - self._root)
@@ -151,7 +152,7 @@ class ModelWeights:
         others. All ranks call."""
         root = self._world.rank == self._root
         for name, parameter in self._listed.items():
-            if parameter.is_meta:
+            if is_elsewhere(parameter):
                 continue
             with self._gathered(parameter), torch.no_grad():
                 if is_expert_shard(parameter):

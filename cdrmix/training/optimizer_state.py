@@ -109,7 +109,7 @@ def load_pieces(optimizer: torch.optim.Optimizer, held: Iterable[Held], files: S
 
 
 class _Piece(NamedTuple):
-    file: Any  # an opened safetensors file
+    path: Path
     name: str
     first: int
     end: int
@@ -118,8 +118,9 @@ class _Piece(NamedTuple):
 
 
 class SavedPieces:
-    """The files of a checkpoint that have pieces, opened. Only the elements that are asked for are read.
+    """The files of a checkpoint that have pieces. Only the elements that are asked for are read.
 
+    One file is open at a time: safetensors maps a whole file into memory that counts as the process's (RLIMIT_DATA).
     known: names of the model's parameters. cuts: how tensor parallelism divides them. Raises CheckpointError if the
     files have state of another parameter.
     """
@@ -128,10 +129,10 @@ class SavedPieces:
         self.checkpoint, self._cuts = checkpoint, cuts
         self._scalars: dict[str, dict[str, Tensor]] = defaultdict(dict)
         self._tensors: dict[str, dict[str, list[_Piece]]] = defaultdict(lambda: defaultdict(list))
-        with contextlib.ExitStack() as opened:
-            for path in sorted(checkpoint / file for file in files):
-                self._add(path, opened.enter_context(safe_open(path, "pt")), known)
-            self._opened = opened.pop_all()
+        self._open: tuple[Path, contextlib.ExitStack, Any] | None = None
+        for path in sorted(checkpoint / file for file in files):
+            with safe_open(path, "pt") as file:
+                self._add(path, file, known)
 
     def _add(self, path: Path, file: Any, known: Collection[str]) -> None:
         for piece in file.keys():  # noqa: SIM118  # it is no mapping
@@ -148,13 +149,26 @@ class SavedPieces:
             first, end = map(int, parts[0].split("-")) if parts else (0, math.prod(shape))
             rank, size = map(int, parts[1].split("-")) if len(parts) > 1 else (0, 0)
             share = (rank, size) if size else None
-            self._tensors[name][key].append(_Piece(file, piece, first, end, whole=not parts, share=share))
+            self._tensors[name][key].append(_Piece(path, piece, first, end, whole=not parts, share=share))
 
     def __enter__(self) -> SavedPieces:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._opened.close()
+        self._close()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+        self._open = None
+
+    def _file(self, path: Path) -> Any:
+        """An opened file."""
+        if self._open is None or self._open[0] != path:
+            self._close()
+            stack = contextlib.ExitStack()
+            self._open = path, stack, stack.enter_context(safe_open(path, "pt"))
+        return self._open[2]
 
     def scalars(self, name: str) -> dict[str, Tensor]:
         """The scalars of a parameter's state, by key."""
@@ -204,9 +218,9 @@ class SavedPieces:
             if piece.first > reached or stop <= reached:
                 continue
             if piece.whole:
-                part = piece.file.get_tensor(piece.name).reshape(-1)[reached:stop]
+                part = self._file(piece.path).get_tensor(piece.name).reshape(-1)[reached:stop]
             else:
-                part = piece.file.get_slice(piece.name)[reached - piece.first : stop - piece.first]
+                part = self._file(piece.path).get_slice(piece.name)[reached - piece.first : stop - piece.first]
             target[reached - first : stop - first].copy_(part)
             reached = stop
         if reached < end:

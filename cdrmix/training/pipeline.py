@@ -25,7 +25,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.errors import ConfigError
 from cdrmix.model.loss import Losses, LossModel
-from cdrmix.model.pipeline import Border, Stage, carries_values
+from cdrmix.model.pipeline import Border, Stage, carries_values, is_elsewhere
 from cdrmix.training.distributed import TIMEOUT
 from cdrmix.training.tensor_groups import copies_of
 
@@ -168,22 +168,22 @@ class Pipeline:
 
         for number in range(ahead):
             received = before(number)
-            self._exchange(receive_before=received)
-            self._exchange(send_after=begin(number, received))
+            _wait(self._message(receive_before=received))
+            _wait(self._message(send_after=begin(number, received)))
         received = before(ahead) if ahead < count else []
-        self._exchange(receive_before=received)
+        _wait(self._message(receive_before=received))
         for number in range(ahead, count):
             sent, gradients = begin(number, received), after(number - ahead)
-            self._exchange(send_after=sent, receive_after=gradients)
+            _wait(self._message(send_after=sent, receive_after=gradients))
             gradients, outcome = end(gradients)
             received = before(number + 1) if number + 1 < count else []
-            self._exchange(send_before=gradients, receive_before=received)
+            _wait(self._message(send_before=gradients, receive_before=received))
             yield outcome
         for number in range(count - ahead, count):
             gradients = after(number)
-            self._exchange(receive_after=gradients)
+            _wait(self._message(receive_after=gradients))
             gradients, outcome = end(gradients)
-            self._exchange(send_before=gradients)
+            _wait(self._message(send_before=gradients))
             yield outcome
 
     def evaluate(self, ids_BT: Tensor, *arguments: Any) -> Losses:
@@ -192,15 +192,14 @@ class Pipeline:
         Every process of the line calls. The sums of the loss are those of the last stage, times the number of stages,
         so that they are right when the processes are summed up and each row is counted that often; 0 in the others.
         """
-        for work in self._sending:
-            work.wait()
+        _wait(self._sending)
         received = [] if self._groups.first else self._empty(ids_BT, self._layers.start)
-        self._exchange(receive_before=received)
+        _wait(self._message(receive_before=received))
         self._loss_model.received = _border(received)
         losses: Losses = self._module(ids_BT, *arguments)
         sent = [] if self._loss_model.sent is None else self._loss_model.sent.tensors
         self._messages = [tensor.contiguous() for tensor in sent]
-        self._sending = self._begin(send_after=self._messages)
+        self._sending = self._message(send_after=self._messages)
         return losses._replace(next_token_sum=losses.next_token_sum.double() * self._groups.size)
 
     def _forward(self, micro_batch: Batch, received: list[Tensor], forward: Callable[[Batch], Item]) -> Item:
@@ -227,11 +226,7 @@ class Pipeline:
         found = [torch.empty(rows, length, width, dtype=dtype, device=self._device) for width, dtype in both]
         return found if carries_values(self._mixers, layer) else found[:1]
 
-    def _exchange(self, **messages: list[Tensor]) -> None:
-        for work in self._begin(**messages):
-            work.wait()
-
-    def _begin(
+    def _message(
         self,
         *,
         send_before: Sequence[Tensor] = (),
@@ -259,9 +254,9 @@ class Pipeline:
 class EvaluatedPipeline(nn.Module):
     """The stages of a pipeline as one module that only evaluates, with the arguments of the loss model."""
 
-    def __init__(self, pipeline: Pipeline, module: nn.Module) -> None:
+    def __init__(self, pipeline: Pipeline, parts: nn.Module, module: nn.Module) -> None:
         super().__init__()
-        self.present = present(module)  # the first parameter tells the device
+        self.present = parts  # the first parameter tells the device
         self.module = module
         self._pipeline = pipeline
 
@@ -291,9 +286,16 @@ def extend_over(stages: PipelineGroups, zero: Any) -> None:
     zero.scaled_global_norm, zero._model_parallel_all_reduce = norm, reduce
 
 
-def present(model: nn.Module) -> nn.ParameterList:
-    """The parameters of a model that this stage has."""
-    return nn.ParameterList(parameter for parameter in model.parameters() if not parameter.is_meta)
+def present(loss_model: nn.Module) -> nn.ModuleList:
+    """The parts of the model that this stage has."""
+    model = loss_model.get_submodule("language_model")
+    parts = [part for child in model.children() for part in (child if isinstance(child, nn.ModuleList) else [child])]
+    return nn.ModuleList(part for part in parts if not any(map(is_elsewhere, part.parameters())))
+
+
+def _wait(running: Sequence[dist.Work]) -> None:
+    for work in running:
+        work.wait()
 
 
 def _border(received: list[Tensor]) -> Border | None:
