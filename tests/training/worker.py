@@ -52,10 +52,8 @@ def train(order: dict[str, Any]) -> int:
     """Trains in the run folder `where`, which rank 0 makes if need be; `at`: see `act_before`. allowance: MiB that the
     process may allocate; by default as much as there is."""
     if "allowance" in order:
-        facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        used = int(facts["VmData"].split()[0])
-        limit = (used << 10) + (int(order["allowance"]) << 20)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0])
+        resource.setrlimit(resource.RLIMIT_DATA, ((used << 10) + (int(order["allowance"]) << 20),) * 2)
         deepspeed_config.MOST_LIVE = deepspeed_config.BUCKET = 1 << 21  # of a model that is small for these buffers
     if "at" in order and rank_size_local_rank()[0] == 0:
         act_before(order["at"])
