@@ -13,24 +13,19 @@ from cdrmix.errors import OutOfMemoryError
 from cdrmix.inference.checkpoints import list_checkpoints
 from cdrmix.run_folder import read_metrics
 
-# 201 million parameters: weights, gradients and the moments of AdamW are 3,066 MiB.
+# 201 million parameters, 767 MiB. One process has their weights, gradients, moments and average. Of four, each has a
+# quarter of these, and while it loads a checkpoint, whole files of it are mapped into its memory.
 LARGE = (
     *("model.d_model=256", "model.layers=8", "model.feed_forward.hidden=8192", "model.attention_fraction=0.25"),
     *("model.attention.heads=4", "model.attention.kv_heads=2", "model.rwkv.head_size=64"),
     *("train.steps=2", "train.warmup_steps=1", "train.evaluate_every=2", "train.checkpoint_every=1"),
-    *("train.batch_rows=4", "train.micro_batch_rows=1"),
+    *("train.batch_rows=4", "train.micro_batch_rows=1", "train.ema_decay=0.9"),
 )
-ALLOWANCE = "2500"  # MiB, for the state and everything else
+ALLOWANCE = "2600"  # MiB
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("train.tensor_parallel=2", "train.pipeline_parallel=2"),
-        pytest.param(("train.zero_stage=3",), marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("keys", [("train.tensor_parallel=2", "train.pipeline_parallel=2"), ("train.zero_stage=3",)])
 def test_four_processes_train_what_one_cannot(work: Callable[..., Any], tmp_path: Path, keys: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     (alone,) = work("train", tmp_path / "alone", *LARGE, allowance=ALLOWANCE)
