@@ -109,7 +109,6 @@ Item = TypeVar("Item", bound=Outcome)
 class _Pass(NamedTuple):
     """A micro-batch between its passes. received: leaves, whose gradients the stage before gets."""
 
-    number: int
     received: list[Tensor]
     sent: list[Tensor]
     total: Tensor
@@ -130,6 +129,8 @@ class Pipeline:
         products: torch.dtype | None,
     ) -> None:
         self._groups, self._module, self._loss_model, self._device = groups, module, loss_model, device
+        # NCCL connects a group at its first message, which all of its ranks must send: neighbours alone would wait.
+        dist.all_reduce(torch.zeros(1, device=device), group=groups.line)
         model = loss_model.language_model
         self._layers, self._mixers = model.layers, model.config.mixers
         shares = 1 if model.embedding.tensor is None else model.embedding.tensor.size
@@ -150,10 +151,12 @@ class Pipeline:
         running: deque[tuple[_Pass, Item]] = deque()
 
         def begin(number: int, received: list[Tensor]) -> list[Tensor]:
-            outcome = self._forward(micro_batches[number], received, forward)
-            border = self._loss_model.sent
-            sent = [] if border is None else border.tensors
-            running.append((_Pass(number, received, sent, outcome.total), outcome))
+            for tensor in received:
+                tensor.requires_grad_()
+            self._loss_model.received = _border(received)
+            outcome = forward(micro_batches[number])
+            sent = self._sent()
+            running.append((_Pass(received, sent, outcome.total), outcome))
             return sent
 
         def end(gradients: list[Tensor]) -> tuple[list[Tensor], Item]:
@@ -197,18 +200,15 @@ class Pipeline:
         _wait(self._message(receive_before=received))
         self._loss_model.received = _border(received)
         losses: Losses = self._module(ids_BT, *arguments)
-        sent = [] if self._loss_model.sent is None else self._loss_model.sent.tensors
-        self._messages = [tensor.contiguous() for tensor in sent]
+        self._messages = [tensor.contiguous() for tensor in self._sent()]
         self._sending = self._message(send_after=self._messages)
         return losses._replace(next_token_sum=losses.next_token_sum.double() * self._groups.size)
 
-    def _forward(self, micro_batch: Batch, received: list[Tensor], forward: Callable[[Batch], Item]) -> Item:
-        for tensor in received:
-            tensor.requires_grad_()
-        self._loss_model.received = _border(received)
-        outcome = forward(micro_batch)
-        self._loss_model.received = None
-        return outcome
+    def _sent(self) -> list[Tensor]:
+        """What the forward pass gave for the next stage. The loss model forgets it, and what it received."""
+        border = self._loss_model.sent
+        self._loss_model.received = self._loss_model.sent = None
+        return [] if border is None else border.tensors
 
     def _backward(self, made: _Pass, gradients: list[Tensor], factor: float) -> list[Tensor]:
         """Accumulates the gradients of a micro-batch. Returns those of what was received."""
