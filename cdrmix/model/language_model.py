@@ -107,6 +107,8 @@ class LanguageModel(nn.Module):
             made(f"blocks.{layer}", Block(config, layer, mixer, experts)) for layer, mixer in enumerate(config.mixers)
         ]
         self.blocks = nn.ModuleList(blocks)
+        if config.tie_embeddings and self.stage.last and not self.stage.first:
+            self.embedding.weight.copy_of_table = True  # type: ignore[attr-defined]  # see is_copy
         # A mixer that skips tokens has positions of its own.
         self.attends = any(block.mixer.attends and "mixer" not in block.depth_routers for block in blocks)
         self.final_norm = made("final_norm", AddNorm(config, wide=True))  # the heads of stage B need float32

@@ -68,6 +68,12 @@ def carries_values(mixers: Sequence[str], before: int) -> bool:
     return "rwkv7" in mixers[:before] and "rwkv7" in mixers[before:]
 
 
+def is_copy(parameter: Tensor) -> bool:
+    """Whether a parameter is the last stage's copy of a tied table. It has a part of the table's gradient, and the
+    table's bits after each update; no optimizer has it."""
+    return getattr(parameter, "copy_of_table", False)
+
+
 def is_elsewhere(parameter: Tensor) -> bool:
     """Whether another stage of the pipeline has a parameter."""
     return getattr(parameter, "elsewhere", False)

@@ -41,10 +41,11 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     train = config.train
     stage = zero_stage(train, processes)
     stored = count_parameters(config.cdrmix_model)
-    experts = stored.stored["experts"] if "routing_mamba" not in config.cdrmix_model.mixers else 0
-    everywhere, divided = stored.total_stored, 0
+    everywhere, divided, experts = stored.total_stored, 0, stored.stored["experts"]
     if train.parts > 1:
-        everywhere, divided = largest_stage(config.cdrmix_model, train.pipeline_parallel)
+        everywhere, divided, experts = largest_stage(config.cdrmix_model, train.pipeline_parallel)
+    if "routing_mamba" in config.cdrmix_model.mixers:
+        experts = 0  # they are not shared out
     divided -= divided // train.tensor_parallel
     here = everywhere - experts + experts // train.expert_parallel - divided
     # The part of a process of the state that ZeRO partitions.
@@ -70,6 +71,8 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     parts += passes(config, step, elsewhere=elsewhere, at_once=min(train.pipeline_parallel, accumulation))
     parts += _buffers(stage, config, here, processes)
     gathered = checkpoint_bytes(train, processes, everywhere, orthogonalised, everywhere - divided)
+    if train.pipeline_parallel > 1:  # for the evaluation at the end
+        gathered = max(gathered, FP32 * stored.total_stored)
     host_bytes = offloaded + max(FP32 * here, gathered)
     return memory_plan(parts, step, platform, processes, host_bytes)
 

@@ -50,10 +50,12 @@ class ParameterCount:
 
 
 class Held(NamedTuple):
-    """Numbers of parameters: all, and those of them that tensor parallelism divides, all shares together."""
+    """Numbers of parameters: all, those of them that tensor parallelism divides, all shares together, and those of
+    experts."""
 
     all: int
     divided: int
+    experts: int
 
 
 def largest_stage(config: Model, stages: int) -> Held:
@@ -64,7 +66,9 @@ def largest_stage(config: Model, stages: int) -> Held:
 
     def held(stage: Stage) -> Held:
         sizes = {name: each.numel() for name, each in parameters if stage.has(name, config)}
-        return Held(sum(sizes.values()), sum(size for name, size in sizes.items() if name in cuts))
+        divided = sum(size for name, size in sizes.items() if name in cuts)
+        experts = sum(size for name, size in sizes.items() if _part(model, name) == "experts")
+        return Held(sum(sizes.values()), divided, experts)
 
     return max(held(Stage(rank, stages)) for rank in range(stages))
 

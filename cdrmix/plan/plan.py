@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.schema import Config, Model
-from cdrmix.plan.components import FP32
+from cdrmix.config.schema import Config, Model, Train
+from cdrmix.plan.components import FP32, micro_batches
 from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, estimate_note, fit, nothing_fits
 from cdrmix.plan.flops import TokenFlops, training_flops_per_token
 from cdrmix.plan.foreign import foreign_size
@@ -127,7 +127,7 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
         fitting,
         flops,
         tokens,
-        _speed(flops, tokens, machine, processes),
+        _speed(flops, tokens, machine, processes, pipeline_share(train, processes)),
         _disk(config, tokens),
         tuple(notes),
         (zero_stage(train, processes) == 3 or train.pipeline_parallel > 1)
@@ -136,12 +136,19 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
     )
 
 
-def _speed(flops: TokenFlops, tokens: int, machine: Machine, processes: int) -> Speed:
+def pipeline_share(train: Train, processes: int) -> float:
+    """The share of a step's time in which the stages of a pipeline do not wait for it to fill or to empty."""
+    count = micro_batches(train, processes)
+    return count / (count + train.pipeline_parallel - 1)
+
+
+def _speed(flops: TokenFlops, tokens: int, machine: Machine, processes: int, share: float) -> Speed:
     peak = machine.flops_per_second
     if peak is None:
         return Speed(None, None, f"unknown: the table of GPUs has no rates of {machine.name}")
-    rate = ASSUMED_MFU * peak * processes / flops.executed
-    return Speed(rate, tokens / rate / 3600, ASSUMPTION)
+    rate = share * ASSUMED_MFU * peak * processes / flops.executed
+    waiting = "" if share == 1 else f". Of each step {1 - share:.1%}: the stages of the pipeline wait"
+    return Speed(rate, tokens / rate / 3600, ASSUMPTION + waiting)
 
 
 def _disk(config: Config, tokens: int) -> Disk:

@@ -248,7 +248,7 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
     """Loads a checkpoint into the engine and the random generators. Every rank calls.
 
     checkpoint: verified, as `newest_whole_checkpoint` returns it.
-    The number of processes, the ZeRO stage and the expert parallelism may be others than those that wrote it.
+    The layout of the processes (`_layout`) may be another than that which wrote it.
     Raises ConfigError, VocabularyError or ShardError for another configuration, tokenizer or text; CheckpointError
     when the checkpoint does not fit the model.
     """

@@ -79,6 +79,11 @@ class DistributedContext:
         return self.rank % self.stage_size // self.tensor_parallel
 
     @property
+    def generator(self) -> int:
+        """The number of this process's random generators: neighbours that divide the layers have the same."""
+        return self.rank // self.tensor_parallel
+
+    @property
     def loader_ranks(self) -> tuple[int, int, int, int]:
         """What loaders take: this process's group, the number of groups, its slice of a row, the number of slices.
 

@@ -21,7 +21,8 @@ How a gradient is computed. What DeepSpeed 0.19 does is read in its source and t
   `mpu`: it divides by the number of processes with the same share, and counts each share once in the norm.
 - With pipeline parallelism (`pipeline.py`) a process has a stage of the model, which is a whole model to DeepSpeed.
   `passes` runs the stage itself, and the norm and the check for numbers that are not finite are extended over the
-  stages. A tied table is in the first and the last stage: its two gradients are summed before all others.
+  stages. A tied table is in the first stage, which updates it, and a copy in the last: its two gradients are summed
+  before all others, and the copy gets the table after each update.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.model.loss import Losses, LossModel
+from cdrmix.model.pipeline import is_copy
 from cdrmix.model.prediction import Depths
 from cdrmix.model.tensor_parallel import cut_of, cuts_of
 from cdrmix.ops import weights as compute_weights
@@ -201,10 +203,10 @@ class Engine:
         )
         assert self._stages is not None
         assert self._reduction is not None
-        copy = self._weights.tied
-        if copy is not None and self._stages.ends is not None:
-            assert copy.grad is not None
-            dist.all_reduce(copy.grad, group=self._stages.ends)
+        table = self._weights.tied
+        if table is not None:
+            assert table.grad is not None
+            dist.all_reduce(table.grad, group=self._stages.ends)
         self._reduction.begin()
         self._reduction.end()
         if self.stage == 1:
@@ -266,7 +268,7 @@ class Engine:
         everything = [
             (parameter.grad, is_expert_shard(parameter) or cut_of(parameter) is not None)
             for parameter in self.parameters.values()
-            if not self._weights.is_copy(parameter)
+            if not is_copy(parameter)
         ]
         gradients = [(gradient, divided) for gradient, divided in everything if gradient is not None]
         if self.loss_scale.enabled:
@@ -303,6 +305,9 @@ class Engine:
         if not discard:
             self.loss_scale.update(applied)
         if applied:
+            if self._weights.tied is not None:
+                assert self._stages is not None
+                dist.broadcast(self._weights.tied.detach(), group=self._stages.ends, group_src=0)
             compute_weights.refresh(self.parameters.values())
             if self.average is not None:
                 self.average.update(self._weights.local())
@@ -433,7 +438,7 @@ class Engine:
             assert not any(any(padding) for padding in zero.round_robin_bit16_padding), "gaps between parameters"
             layout = zip(zero.round_robin_bit16_groups, zero.real_dp_process_group, zero.partition_size, strict=True)
             return [ReplicatedParameters(parameters, group, int(part)) for parameters, group, part in layout]
-        parameters = [each for each in self.parameters.values() if each.requires_grad]
+        parameters = [each for each in self.parameters.values() if each.requires_grad and not is_copy(each)]
         everyone = dist.group.WORLD if self._copies is None else self._copies
         assert everyone is not None
         groups = [ReplicatedParameters([each for each in parameters if not is_expert_shard(each)], everyone)]
@@ -455,7 +460,7 @@ class Engine:
     def _held(self, *, saved: bool) -> Iterator[Held]:
         """The elements that this process's optimizer updates. saved: those alone that this process saves."""
         for name, parameter in self.parameters.items():
-            if not parameter.requires_grad or (saved and not self._saves(parameter)):
+            if not parameter.requires_grad or is_copy(parameter) or (saved and not self._saves(parameter)):
                 continue
             before, shape = self._weights.place(parameter)
             tensor, start, first, end = parameter, 0, 0, parameter.numel()
@@ -471,8 +476,6 @@ class Engine:
     def _saves(self, parameter: Tensor) -> bool:
         """Whether no other process saves the state of this process's elements of a parameter."""
         if self._shares is not None and self._shares.rank > 0 and cut_of(parameter) is None:
-            return False
-        if self._weights.is_copy(parameter):
             return False
         if self._owners is not None:
             return self._owners.saves(parameter)

@@ -238,9 +238,11 @@ def check_processes(config: Config, processes: int) -> None:
                 f"train.{key}: must be a multiple of train.micro_batch_rows={train.micro_batch_rows} times the "
                 f"{processes} processes{shared}, {together}; found {rows}"
             )
-    if processes % train.expert_parallel:
+    stage = processes // train.pipeline_parallel
+    if stage % train.expert_parallel:
+        of_stage = " of a stage" if train.pipeline_parallel > 1 else " (--nproc)"
         raise ConfigError(
-            f"train.expert_parallel: must divide the number of processes (--nproc), {processes}; "
+            f"train.expert_parallel: must divide the number of processes{of_stage}, {stage}; "
             f"found {train.expert_parallel}"
         )
     check_zero_stage(train, processes)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cdrmix.model.pipeline import is_elsewhere
+from cdrmix.model.pipeline import is_copy, is_elsewhere
 from cdrmix.model.tensor_parallel import cut_of
 from cdrmix.training.copies import Keep
 from cdrmix.training.distributed import DistributedContext
@@ -64,19 +64,13 @@ class ModelWeights:
             self._buffers = {}
             self._listed = {name: everywhere[name] for name in self.trained}
         self.tied = None if stages is None or HEAD in everywhere else self.parameters.get(TABLE)
-        if self.tied is not None and self.is_copy(self.tied):
-            self.tied.ds_pipe_replicated = True  # DeepSpeed does not count it for the norm
         self._saved = {name: each for name, each in self._listed.items() if self._saves(each)}
         # The group of a stage, of which the first rank sends and writes.
         self._together = None if stages is None else stages.together
         self._root = world.stage * world.stage_size
 
-    def is_copy(self, parameter: Tensor) -> bool:
-        """Whether the first stage of the pipeline has the same parameter."""
-        return parameter is self.tied and self._stages is not None and self._stages.last
-
     def _saves(self, parameter: Tensor) -> bool:
-        return not is_elsewhere(parameter) and not self.is_copy(parameter)
+        return not is_elsewhere(parameter) and not is_copy(parameter)
 
     def local(self) -> list[Tensor]:
         """The float32 weights that this process holds: whole, or under ZeRO-3 one padded slice of each; with bf16
@@ -115,7 +109,8 @@ class ModelWeights:
         return whole if spread or self._stages is None else self._collected(whole)
 
     def _collected(self, of_stage: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of all stages of a pipeline in rank 0; {} in the others. of_stage: in the first rank of each."""
+        """The tensors of all stages in rank 0, sent one at a time; {} in the others. of_stage: in the first rank of
+        each stage."""
         tables = self._world.gather([(name, each.shape, each.dtype) for name, each in of_stage.items()])
         device = self._world.device
         if self._world.rank > 0:

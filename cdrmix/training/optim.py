@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cdrmix.config.schema import Train
 from cdrmix.config.schema_optimizer import Optimizer, ParameterGroup
 from cdrmix.model.layers import ParameterKind, fused_matrices, parameter_kinds
-from cdrmix.model.pipeline import is_elsewhere
+from cdrmix.model.pipeline import is_copy, is_elsewhere
 from cdrmix.registry import Registry
 from cdrmix.training.muon import OrthogonalizedMomentum
 
@@ -42,7 +42,7 @@ def parameter_groups(model: nn.Module, train: Train) -> list[dict[str, Any]]:
     groups: dict[tuple[float, float, str, str | None, bool], dict[str, Any]] = {}
     kinds, fused = parameter_kinds(model), fused_matrices(model)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or is_elsewhere(parameter):
+        if not parameter.requires_grad or is_elsewhere(parameter) or is_copy(parameter):
             continue
         kind = kinds[name]
         key = next((key for key in (kind, COARSE_KINDS.get(kind)) if key in train.groups), None)

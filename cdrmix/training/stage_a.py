@@ -104,7 +104,7 @@ def train(
         engine = make_engine(config, loss_model, world, base=loss_model.base)
         for line in loss_model.prepare():
             run.say(line)
-        seed_everything(config.run.seed + world.replica)
+        seed_everything(config.run.seed + world.generator)
         for line in loader.mixture.lines() if loader.mixture else []:
             run.say(line)
         reference = _start(engine, config, run, shards)

@@ -142,7 +142,7 @@ MUTATIONS = (
     Mutation(
         "pipeline: a tied table has the gradient of one of its two uses",
         "cdrmix/training/engine.py",
-        "            dist.all_reduce(copy.grad, group=self._stages.ends)",
+        "            dist.all_reduce(table.grad, group=self._stages.ends)",
         "            pass",
         ("tests/training/test_pipeline.py::test_the_engine_trains_stages_as_one_model[two pipelines]",),
     ),
@@ -154,10 +154,10 @@ MUTATIONS = (
         ("tests/training/test_pipeline.py::test_the_engine_trains_stages_as_one_model[two pipelines]",),
     ),
     Mutation(
-        "pipeline: the norm has a tied table twice",
-        "cdrmix/training/model_weights.py",
-        "self.tied.ds_pipe_replicated = True",
-        "self.tied.ds_pipe_replicated = False",
+        "pipeline: the last stage's copy of a tied table stays as it was",
+        "cdrmix/training/engine.py",
+        "                dist.broadcast(self._weights.tied.detach(), group=self._stages.ends, group_src=0)",
+        "                pass",
         ("tests/training/test_pipeline.py::test_the_engine_trains_stages_as_one_model[two pipelines]",),
     ),
     Mutation(

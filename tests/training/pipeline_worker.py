@@ -1,4 +1,4 @@
-"""One of several processes with stages of a pipeline: gradients that are not finite in one of them."""
+"""One of several processes with stages of a pipeline: gradients that are not finite in one of them, tied tables."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cdrmix.data.loader import train_loader
 from cdrmix.data.shards import open_shards
 from cdrmix.runtime import seed_everything
 from cdrmix.training.build import build_loss_model
+from cdrmix.training.digests import digest
 from cdrmix.training.distributed import join
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.launch import exit_worker
@@ -49,6 +50,26 @@ def poisoned(order: dict[str, Any]) -> int:
     return 0
 
 
+def tied(order: dict[str, Any]) -> int:
+    """Writes to `where` how many digests there are of the tied table in the first and the last stage after steps."""
+    config = configured(order, "train.zero_stage=1", "train.reduce_dtype=bf16", "model.tie_embeddings=true")
+    world = join(config)
+    seed_everything(3)
+    engine = make_engine(config, build_loss_model(config), world)
+    loader = train_loader(config, open_shards(Path(order["shards"])).train, *world.loader_ranks)
+    engine.set_learning_rate(1e-2)
+    for step in range(3):
+        for _ in engine.passes(loader.micro_batches(step), Engine.forward):
+            pass
+        engine.clip()
+        assert engine.step()
+        engine.zero()
+    found = {int(each) for each in world.gather(digest(engine.parameters["embedding.weight"]))}
+    if world.is_main_process:
+        Path(order["where"]).write_text(json.dumps({"digests": len(found)}))
+    return 0
+
+
 def spoiling(stage: int | None) -> Any:
     """A forward pass after which one bias or weight of a norm of a stage gets a gradient of infinity."""
 
@@ -64,4 +85,4 @@ def spoiling(stage: int | None) -> Any:
 
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
-    exit_worker({"poisoned": poisoned}[order["job"]](order))
+    exit_worker({"poisoned": poisoned, "tied": tied}[order["job"]](order))

@@ -59,6 +59,13 @@ def test_a_gradient_of_one_stage_that_is_not_finite_ends_the_update_of_all(told:
     assert {number for case, number in found.items() if case == "ZeRO 1, no stage: applied"} == {4}
 
 
+@pytest.mark.slow
+def test_the_copy_of_a_tied_table_stays_equal(told: Told) -> None:
+    """Three processes a stage, whose sums in 16 bits depend on the order."""
+    rows = ("train.batch_rows=6", "train.micro_batch_rows=1")
+    assert told("pipeline_worker.py", "tied", 6, *rows, "train.pipeline_parallel=2") == {"digests": 1}
+
+
 def test_what_has_no_stages_is_refused(make_config: Callable[..., Config]) -> None:
     for reason, *overrides in (
         (r"at most model\.layers=2: each stage needs a block", "train.pipeline_parallel=3"),
@@ -75,6 +82,10 @@ def test_what_has_no_stages_is_refused(make_config: Callable[..., Config]) -> No
     check_processes(config, 2)
     with pytest.raises(ConfigError, match=r"train\.pipeline_parallel: must divide the number of processes"):
         check_processes(config, 3)
+    with pytest.raises(ConfigError, match=r"train\.expert_parallel: must divide the number of processes of a stage, 2"):
+        check_processes(
+            make_config("train.pipeline_parallel=2", "train.expert_parallel=4", "train.micro_batch_rows=2"), 4
+        )
     with pytest.raises(ConfigError, match=r"2 processes and train\.pipeline_parallel=2"):
         check_processes(make_config("train.pipeline_parallel=2", "train.zero_stage=1"), 2)
     with pytest.raises(ConfigError, match=r"needs a multiple of as many processes"):
@@ -84,10 +95,11 @@ def test_what_has_no_stages_is_refused(make_config: Callable[..., Config]) -> No
 def test_a_plan_has_the_state_of_a_stage(make_config: Callable[..., Config]) -> None:
     """Of a model whose blocks have nearly all parameters."""
 
-    def planned(stages: int, processes: int) -> dict[str, int]:
+    def planned(stages: int, processes: int, *more: str) -> dict[str, int]:
         sizes = ("model.d_model=32", "model.rwkv.head_size=32", "model.layers=8", "model.feed_forward.hidden=1024")
         config = make_config(
-            *sizes, "train.micro_batch_rows=1", "train.zero_stage=auto", f"train.pipeline_parallel={stages}"
+            *(*sizes, "train.micro_batch_rows=1", "train.zero_stage=auto", *more),
+            f"train.pipeline_parallel={stages}",
         )
         return {each.name: each.bytes for each in memory_of(config, "cuda", processes).components}
 
@@ -99,3 +111,6 @@ def test_a_plan_has_the_state_of_a_stage(make_config: Callable[..., Config]) -> 
     assert copied["optimizer"] == pytest.approx(two["optimizer"] / 2, rel=1e-3)  # by ZeRO-1 over the two copies
     # The first of four stages keeps four of the eight micro-batches, of a quarter of the blocks.
     assert 0.9 * one["activations"] < four["activations"] < 1.3 * one["activations"]
+    shared_out = planned(2, 4, "train.expert_parallel=2")
+    assert 0.5 * two["weights"] < shared_out["weights"] < 0.55 * two["weights"]
+    assert 0.5 * two["gradients"] < shared_out["gradients"] < 0.55 * two["gradients"]
