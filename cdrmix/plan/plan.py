@@ -147,7 +147,7 @@ def _speed(flops: TokenFlops, tokens: int, machine: Machine, processes: int, sha
     if peak is None:
         return Speed(None, None, f"unknown: the table of GPUs has no rates of {machine.name}")
     rate = share * ASSUMED_MFU * peak * processes / flops.executed
-    waiting = "" if share == 1 else f". Of each step {1 - share:.1%}: the stages of the pipeline wait"
+    waiting = "" if share == 1 else f"; the stages of the pipeline wait for {1 - share:.1%} of each step"
     return Speed(rate, tokens / rate / 3600, ASSUMPTION + waiting)
 
 
