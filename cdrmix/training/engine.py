@@ -215,11 +215,8 @@ class Engine:
     @property
     def evaluated(self) -> nn.Module:
         """The module that evaluates, with the arguments of the loss model. With a pipeline all processes call it."""
-        return (
-            self.module
-            if self._pipeline is None
-            else EvaluatedPipeline(self._pipeline, self._engine.module, self.module)
-        )
+        pipeline = self._pipeline
+        return self.module if pipeline is None else EvaluatedPipeline(pipeline, self._engine.module, self.module)
 
     def forward(self, batch: Batch, *, last: bool, prediction: Depths | None = None) -> Losses:
         """The losses of a micro-batch. last: the step ends with it, and its backward pass reduces the gradients.
