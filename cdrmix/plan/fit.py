@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_huggingface import Lora
+from cdrmix.config.validators import conflicts
 from cdrmix.errors import ConfigError
 from cdrmix.plan.components import GPU_RUNTIME, MemoryPlan
 from cdrmix.plan.foreign import ForeignModelSize, foreign_size
@@ -16,12 +17,14 @@ from cdrmix.plan.machine import Machine
 from cdrmix.plan.memory import memory_of
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.training.engine import BUCKET
+from cdrmix.training.launch import check_processes
 from cdrmix.training.zero import zero_stage
 
 GB = 1e9
 MAX_MEMORY_SHARE = 0.9  # of the memory of a device; fragmentation and other processes are not known exactly
 MAX_PROCESSES = 1024  # of a remedy
 MIN_ROW_LENGTH = 256  # tokens, of a remedy
+DIVIDED = (2, 4, 8)  # train.tensor_parallel of a remedy: the GPUs of one machine
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ def _discard(_: str) -> None:
 def fit(
     config: Config, machine: Machine, processes: int, *, remedies: bool = True, say: Callable[[str], None] = _discard
 ) -> Fit:
-    """Whether the configuration fits. If not, it searches for remedies: fewer rows, checkpointing, ZeRO on more
-    processes.
+    """Whether the configuration fits. If not, it searches for remedies: fewer rows, checkpointing, layers divided among
+    the GPUs of a machine, ZeRO on more processes.
 
     If none of them is sufficient, it tries narrower precision, then shorter rows.
 
@@ -197,8 +200,22 @@ class _Search:
         yield from filter(None, mild)
         if not isinstance(self.config.model, Model):
             yield from filter(None, self._memory_modes())
-        if self.machine.platform != "cpu" and (more := self._on_more()) is not None:
-            yield more
+        if self.machine.platform != "cpu":
+            if isinstance(self.config.model, Model):
+                yield from filter(None, [self._divided()])
+            yield from filter(None, [self._on_more()])
+
+    def _divided(self) -> Remedy | None:
+        """The fewest GPUs of a machine that divide every layer, for the current or the least number of processes."""
+        train = self.config.train
+        for shares in DIVIDED:
+            count, changes = math.lcm(self.processes, shares), {"train.tensor_parallel": shares}
+            changed = _changed(self.config, changes)
+            if shares <= train.tensor_parallel or not _runs(changed, count):
+                continue
+            if (remedy := self._tried(changes, count)) is not None:
+                return remedy
+        return None
 
     def _memory_modes(self) -> Iterator[Remedy | None]:
         """For a model of transformers: 16-bit weights, then the optimizer's state in main memory; low-rank adapters."""
@@ -287,6 +304,25 @@ def _shown(value: Any) -> str:
     if isinstance(value, Lora):
         return "{" + ", ".join(f"{name}: {getattr(value, name)}" for name in sorted(value.model_fields_set)) + "}"
     return str(value).lower()
+
+
+def _runs(config: Config, processes: int) -> bool:
+    """Whether a configuration whose keys were changed is valid, and runs on so many processes."""
+    if conflicts(dict(_values(config.model_dump(mode="json"), ""))):
+        return False
+    try:
+        check_processes(config, processes)
+    except ConfigError:
+        return False
+    return True
+
+
+def _values(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every key of a section, and of the sections in it."""
+    for key, value in section.items():
+        yield prefix + key, value
+        if isinstance(value, dict):
+            yield from _values(value, f"{prefix}{key}.")
 
 
 def _changed(config: Config, changes: dict[str, Any]) -> Config:
