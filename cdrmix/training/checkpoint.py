@@ -105,7 +105,7 @@ def save_checkpoint(
     """
     world, tensors, texts = engine.world, {}, {}
     # Under ZeRO-3 and expert parallelism these are collectives.
-    part = (world.stage, world.pipeline_parallel)  # of the weights; they are in the first rank of each stage
+    part = (world.pipeline_stage, world.pipeline_parallel)  # of the weights; they are in the first rank of each stage
     if engine.stage == 3:
         part = (world.rank, world.size)
     for name, state in (

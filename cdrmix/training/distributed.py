@@ -59,8 +59,8 @@ class DistributedContext:
         return self.size // self.pipeline_parallel
 
     @property
-    def stage(self) -> int:
-        """The stage of the pipeline that this process belongs to."""
+    def pipeline_stage(self) -> int:
+        """The stage of the pipeline that this process has."""
         return self.rank // self.stage_size
 
     @property

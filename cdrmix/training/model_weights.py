@@ -67,7 +67,7 @@ class ModelWeights:
         self._saved = {name: each for name, each in self._listed.items() if self._saves(each)}
         # The group of a stage, of which the first rank sends and writes.
         self._together = None if stages is None else stages.together
-        self._root = world.stage * world.stage_size
+        self._root = world.pipeline_stage * world.stage_size
 
     def _saves(self, parameter: Tensor) -> bool:
         return not is_elsewhere(parameter) and not is_copy(parameter)

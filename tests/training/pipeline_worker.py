@@ -75,7 +75,7 @@ def spoiling(stage: int | None) -> Any:
 
     def forward(engine: Engine, batch: Any, *, last: bool) -> Any:
         losses = engine.forward(batch, last=last)
-        if stage == engine.world.stage:
+        if stage == engine.world.pipeline_stage:
             weight = next(each for name, each in engine.parameters.items() if "mixer_norm" in name)
             losses = losses._replace(total=losses.total + (weight * 0).sum() * torch.inf)
         return losses

@@ -39,8 +39,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = ("stages of one or two blocks", "dense layers first")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_the_engine_trains_stages_as_one_model(told: Told, layout: str) -> None:
     processes, *keys = LAYOUTS[layout]
     sizes = (*MIXERS, *map(str, keys))
