@@ -67,8 +67,6 @@ def _of_plugins(processes: int, mixers: Mapping[str, list[int]], feed_forward: s
 def _whole_rows(
     processes: int, prediction: object, depth: Mapping[str, Any] | None, drop: bool, reasoning: object, dpo: object
 ) -> str | None:
-    if processes == 1:
-        return None
     reasons = {
         "model.prediction: its depths read the embeddings of later tokens": prediction is not None,
         "model.depth.part mixer or both: processes would keep different numbers of tokens": (
@@ -78,7 +76,7 @@ def _whole_rows(
         "reasoning: adapters and memories read whole rows": reasoning is not None,
         "train.dpo: an answer's probability is of whole rows": dpo is not None,
     }
-    return next((f"1 with {reason}" for reason, refused in reasons.items() if refused), None)
+    return _one_with(processes, reasons)
 
 
 def _shares_of_heads(
@@ -115,28 +113,24 @@ def _shares_of_bigrams(processes: int, bigrams: Mapping[str, Any] | None) -> str
     return f"must divide model.bigrams.rows={rows}" if isinstance(rows, int) and rows % processes else None
 
 
-def _not_divided(
-    processes: int,
-    optimizer: str,
-    expert_parallel: int,
-    compiled: bool,
-    offload: str,
-    prediction: object,
-    reasoning: object,
-    dpo: object,
+def _parts_of_a_model(
+    processes: int, optimizer: str, compiled: bool, offload: str, prediction: object, reasoning: object, dpo: object
 ) -> str | None:
-    if processes == 1:
-        return None
-    reasons = {
-        "train.optimizer.kind muon, which needs whole matrices": optimizer == "muon",
-        "train.expert_parallel": expert_parallel > 1,
-        "train.compile": compiled,
-        "train.offload": offload != "none",
-        "model.prediction, whose depths are not divided": prediction is not None,
-        "reasoning, whose adapters are not divided": reasoning is not None,
-        "train.dpo": dpo is not None,
-    }
-    return next((f"1 with {reason}" for reason, refused in reasons.items() if refused), None)
+    return _one_with(
+        processes,
+        {
+            "train.optimizer.kind muon, which needs whole matrices": optimizer == "muon",
+            "train.compile": compiled,
+            "train.offload": offload != "none",
+            "model.prediction, whose depths are not divided": prediction is not None,
+            "reasoning, whose adapters and rollouts are not divided": reasoning is not None,
+            "train.dpo": dpo is not None,
+        },
+    )
+
+
+def _shares_of_experts(processes: int, expert_parallel: int) -> str | None:
+    return _one_with(processes, {"train.expert_parallel": expert_parallel > 1})
 
 
 def _stages(processes: int, layers: int, zero_stage: int | str) -> str | None:
@@ -147,28 +141,13 @@ def _stages(processes: int, layers: int, zero_stage: int | str) -> str | None:
     return None
 
 
-def _not_in_stages(
-    processes: int,
-    optimizer: str,
-    compiled: bool,
-    offload: str,
-    prediction: object,
-    depth: object,
-    reasoning: object,
-    dpo: object,
-) -> str | None:
-    if processes == 1:
-        return None
-    reasons = {
-        "train.optimizer.kind muon, whose matrices are shared out over all processes": optimizer == "muon",
-        "train.compile": compiled,
-        "train.offload, which needs ZeRO-2 or 3": offload != "none",
-        "model.prediction: its depths read the embeddings, which the first stage has": prediction is not None,
-        "model.depth: its thresholds are counted in one process": depth is not None,
-        "reasoning, whose rollouts need the whole model": reasoning is not None,
-        "train.dpo": dpo is not None,
-    }
-    return next((f"1 with {reason}" for reason, refused in reasons.items() if refused), None)
+def _depth_in_stages(processes: int, depth: object) -> str | None:
+    return _one_with(processes, {"model.depth, whose thresholds are of all blocks": depth is not None})
+
+
+def _one_with(processes: int, reasons: Mapping[str, bool]) -> str | None:
+    """What is allowed for more than one process, if one of the reasons holds: 1."""
+    return next((f"1 with {reason}" for reason, refused in reasons.items() if refused and processes > 1), None)
 
 
 RULES = (
@@ -217,20 +196,18 @@ RULES = (
     ),
     Rule(("train.tensor_parallel", *WIDTHS), _shares_of_widths),
     Rule(("train.tensor_parallel", "model.bigrams"), _shares_of_bigrams),
-    Rule(
-        (
-            *("train.tensor_parallel", "train.optimizer.kind", "train.expert_parallel"),
-            *("train.compile", "train.offload", "model.prediction", "reasoning", "train.dpo"),
-        ),
-        _not_divided,
-    ),
+    Rule(("train.tensor_parallel", "train.expert_parallel"), _shares_of_experts),
     Rule(("train.pipeline_parallel", "model.layers", "train.zero_stage"), _stages),
     Rule(("train.pipeline_parallel", "model.mixer_layers", "model.feed_forward.kind"), _of_plugins),
-    Rule(
-        (
-            *("train.pipeline_parallel", "train.optimizer.kind"),
-            *("train.compile", "train.offload", "model.prediction", "model.depth", "reasoning", "train.dpo"),
-        ),
-        _not_in_stages,
+    Rule(("train.pipeline_parallel", "model.depth"), _depth_in_stages),
+    *(
+        Rule(
+            (
+                *(f"train.{key}", "train.optimizer.kind", "train.compile", "train.offload", "model.prediction"),
+                *("reasoning", "train.dpo"),
+            ),
+            _parts_of_a_model,
+        )
+        for key in ("tensor_parallel", "pipeline_parallel")
     ),
 )

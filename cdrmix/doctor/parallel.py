@@ -64,8 +64,8 @@ def modes(processes: int, experts: int) -> dict[str, dict[str, int]]:
     }
     found |= {f", {what} over {count} processes": {key: count} for what, (key, count) in over.items()}
     if processes >= 4:
-        pairs = itertools.combinations(over, 2)
-        together = [(one, other) for one, other in pairs if (one, other) != ("experts", "layers")]
+        # DeepSpeed refuses expert together with tensor parallelism.
+        together = [pair for pair in itertools.combinations(over, 2) if pair != ("experts", "layers")]
         found |= {f", {one} and {other} over 2 each": {over[one][0]: 2, over[other][0]: 2} for one, other in together}
     return found
 

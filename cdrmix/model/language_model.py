@@ -286,11 +286,11 @@ class LanguageModel(nn.Module):
             return None
         loads = torch.zeros(len(layers), self.config.feed_forward.experts, dtype=torch.int64, device=device)
         losses = torch.zeros(len(layers), device=device)
-        every = RouterStats(loads, loads, losses, losses)
+        zeros = RouterStats(loads, loads, losses, losses)
         if router is None:
-            return every
+            return zeros
         mine = torch.tensor([i for i, layer in enumerate(layers) if layer in self.layers], device=device)
-        return RouterStats(*(all_.to(own).index_copy(0, mine, own) for all_, own in zip(every, router, strict=True)))
+        return RouterStats(*(none.to(own).index_copy(0, mine, own) for none, own in zip(zeros, router, strict=True)))
 
     def _check_token_by_token(self, rows: int, cache: Cache | None) -> None:
         ragged = any(isinstance(block.mixer, RaggedAttentionCache) for block in cache or ())

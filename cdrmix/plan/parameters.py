@@ -49,26 +49,26 @@ class ParameterCount:
         return sum(self.active.values())
 
 
-class Held(NamedTuple):
-    """Numbers of parameters: all, those of them that tensor parallelism divides, all shares together, and those of
+class StageSize(NamedTuple):
+    """Numbers of parameters: stored, those of them that tensor parallelism divides, all shares together, and those of
     experts."""
 
-    all: int
+    stored: int
     divided: int
     experts: int
 
 
-def largest_stage(config: Model, stages: int) -> Held:
+def largest_stage(config: Model, stages: int) -> StageSize:
     """The parameters of the largest of so many stages of a pipeline; of one: of the model."""
     with torch.device("meta"):
         model = LanguageModel(config)
     cuts, parameters = cuts_of(model), list(model.named_parameters())
 
-    def held(stage: Stage) -> Held:
+    def held(stage: Stage) -> StageSize:
         sizes = {name: each.numel() for name, each in parameters if stage.has(name, config)}
         divided = sum(size for name, size in sizes.items() if name in cuts)
         experts = sum(size for name, size in sizes.items() if _part(model, name) == "experts")
-        return Held(sum(sizes.values()), divided, experts)
+        return StageSize(sum(sizes.values()), divided, experts)
 
     return max(held(Stage(rank, stages)) for rank in range(stages))
 

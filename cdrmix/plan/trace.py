@@ -117,7 +117,7 @@ class LiveBytes(TorchDispatchMode):
 
 def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: int) -> MicroBatch:
     """The memory of a micro-batch of stage A on one process. accumulation: micro-batches of a process in a step. With a
-    pipeline it is that of a model with the first blocks, as many as the largest stage has.
+    pipeline it is that of a model with as many blocks as the largest stage has.
 
     A model with periodic mixers is traced with two smaller numbers of blocks and extrapolated. Each block adds the same
     amount to the saved tensors and to the allocated memory at a given block. In the backward pass each block frees the

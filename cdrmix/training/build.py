@@ -8,14 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.sequence import SequenceGroup
 from cdrmix.model.tensor_parallel import divide
 from cdrmix.training.compiling import compile_blocks
-from cdrmix.training.distributed import TIMEOUT
 from cdrmix.training.expert_parallel import expert_layer
+from cdrmix.training.groups import neighbours, new_group, world_of
 from cdrmix.training.pipeline import PipelineGroups
 from cdrmix.training.sharded_construction import partitioner
 from cdrmix.training.tensor_groups import TensorGroups
@@ -61,20 +60,12 @@ def _partition(config: Config) -> Callable[[nn.Module], None] | None:
 
 
 def sequence_group(config: Config) -> SequenceGroup | None:
-    """The processes that share the tokens of this process's rows; None with train.sequence_parallel 1.
-
-    Every process calls. Nothing keeps the group but the model: see distributed._leave.
-    """
+    """The processes that share the tokens of this process's rows; None with train.sequence_parallel 1. Every process
+    calls."""
     size, apart = config.train.sequence_parallel, config.train.tensor_parallel
     if size == 1:
         return None
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world % (size * apart):
-        raise ConfigError(f"train.sequence_parallel: {size} needs a multiple of as many processes (--nproc)")
+    world = world_of("sequence_parallel", size, size * apart)
     # As DistributedContext.loader_ranks has it: processes that divide the layers are neighbours.
-    firsts = [row + share for row in range(0, world, size * apart) for share in range(apart)]
-    group, _ = dist.new_subgroups_by_enumeration(
-        [list(range(first, first + size * apart, apart)) for first in firsts], timeout=TIMEOUT
-    )
-    assert group is not None
+    group = new_group([rows[share::apart] for rows in neighbours(world, size * apart) for share in range(apart)])
     return SequenceGroup(group, dist.get_rank(group), size)

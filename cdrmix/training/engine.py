@@ -216,7 +216,7 @@ class Engine:
     def evaluated(self) -> nn.Module:
         """The module that evaluates, with the arguments of the loss model. With a pipeline all processes call it."""
         pipeline = self._pipeline
-        return self.module if pipeline is None else EvaluatedPipeline(pipeline, self._engine.module, self.module)
+        return self.module if pipeline is None else EvaluatedPipeline(pipeline, self._engine.module)
 
     def forward(self, batch: Batch, *, last: bool, prediction: Depths | None = None) -> Losses:
         """The losses of a micro-batch. last: the step ends with it, and its backward pass reduces the gradients.
@@ -241,6 +241,7 @@ class Engine:
 
     def backward(self, total: Tensor) -> None:
         """Accumulates the gradients of a micro-batch's loss. After the last one they are summed over the processes."""
+        assert self._pipeline is None, "`passes` runs the backward passes of a pipeline"
         factor: float = self.world.replicas if self.stage >= 2 else 1
         if self.stage == 0:
             factor *= self.loss_scale.value

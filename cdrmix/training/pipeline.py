@@ -23,15 +23,14 @@ from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
-from cdrmix.errors import ConfigError
 from cdrmix.model.loss import Losses, LossModel
 from cdrmix.model.pipeline import Border, Stage, carries_values, is_elsewhere
 from cdrmix.training.distributed import TIMEOUT
-from cdrmix.training.tensor_groups import copies_of
+from cdrmix.training.groups import Copies, copies_of, neighbours, new_group, world_of
 
 
 @dataclass(frozen=True)
-class PipelineGroups(Stage):
+class PipelineGroups(Stage, Copies):
     """A stage and its groups of ranks. The model of a pipeline has an instance as its `stage`.
 
     line: those with the other stages for the same rows, in order. ends: the first and the last of them; None in the
@@ -46,29 +45,19 @@ class PipelineGroups(Stage):
 
     @classmethod
     def make(cls, config: Config) -> PipelineGroups | None:
-        """New groups of train.pipeline_parallel; None where it is 1. Every process calls.
-
-        Nothing keeps them but the model: see distributed._leave.
-        """
+        """New groups of train.pipeline_parallel; None where it is 1. Every process calls."""
         size, apart = config.train.pipeline_parallel, config.train.tensor_parallel
         if size == 1:
             return None
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world % (size * apart):
-            raise ConfigError(f"train.pipeline_parallel: {size} needs a multiple of as many processes (--nproc)")
+        world = world_of("pipeline_parallel", size, size * apart)
         width = world // size
-        lines = [list(range(first, world, width)) for first in range(width)]
-        line, _ = dist.new_subgroups_by_enumeration(lines, timeout=TIMEOUT)
-        together, _ = dist.new_subgroups(width, timeout=TIMEOUT)
-        copies, _ = dist.new_subgroups_by_enumeration(copies_of(world, apart, size), timeout=TIMEOUT)
+        lines = [range(first, world, width) for first in range(width)]
         ends = None
         for each in lines:
             group = dist.new_group([each[0], each[-1]], timeout=TIMEOUT)
             ends = group if dist.get_rank() in (each[0], each[-1]) else ends
-        assert line is not None
-        assert together is not None
-        assert copies is not None
-        return cls(dist.get_rank(line), size, line, ends, together, copies)
+        line, together = new_group(lines), new_group(neighbours(world, width))
+        return cls(dist.get_rank(line), size, line, ends, together, new_group(copies_of(world, apart, size)))
 
     @classmethod
     def of(cls, loss_model: nn.Module) -> PipelineGroups | None:
@@ -85,17 +74,8 @@ class PipelineGroups(Stage):
     def get_model_parallel_world_size(self) -> int:
         return 1
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.copies
 
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self.copies)
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self.copies)
-
-
-class Outcome(Protocol):
+class HasTotal(Protocol):
     """What the forward pass of a micro-batch gives: `total`, a stage's part of the loss."""
 
     @property
@@ -103,7 +83,7 @@ class Outcome(Protocol):
         """A scalar."""
 
 
-Item = TypeVar("Item", bound=Outcome)
+Item = TypeVar("Item", bound=HasTotal)
 
 
 class _Pass(NamedTuple):
@@ -252,12 +232,14 @@ class Pipeline:
 
 
 class EvaluatedPipeline(nn.Module):
-    """The stages of a pipeline as one module that only evaluates, with the arguments of the loss model."""
+    """The stages of a pipeline as one module that only evaluates, with the arguments of the loss model.
 
-    def __init__(self, pipeline: Pipeline, parts: nn.Module, module: nn.Module) -> None:
+    parts: `present` of this stage.
+    """
+
+    def __init__(self, pipeline: Pipeline, parts: nn.Module) -> None:
         super().__init__()
-        self.present = parts  # the first parameter tells the device
-        self.module = module
+        self.parts = parts
         self._pipeline = pipeline
 
     def forward(self, *arguments: Any) -> Losses:

@@ -13,21 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import ConfigError
 from cdrmix.model.tensor_parallel import Cut, Divisible, TensorGroup
-from cdrmix.training.distributed import TIMEOUT
-
-
-def copies_of(world: int, shares: int, stages: int) -> list[list[int]]:
-    """The ranks with the same share of the weights, for each share of each stage of a pipeline."""
-    width = world // stages
-    return [
-        list(range(stage + share, stage + width, shares)) for stage in range(0, world, width) for share in range(shares)
-    ]
+from cdrmix.training.groups import Copies, copies_of, neighbours, new_group, world_of
 
 
 @dataclass(frozen=True)
-class TensorGroups(TensorGroup):
+class TensorGroups(TensorGroup, Copies):
     """The ranks with the other shares, and `copies`, those with the same ones.
 
     The modules of a divided model have an instance. DeepSpeed takes it as `mpu`, and calls the methods get_*, whose
@@ -38,20 +29,12 @@ class TensorGroups(TensorGroup):
 
     @classmethod
     def make(cls, config: Config) -> TensorGroups | None:
-        """New groups of train.tensor_parallel; None where it is 1. Every process calls.
-
-        Nothing keeps them but the model: see distributed._leave.
-        """
+        """New groups of train.tensor_parallel; None where it is 1. Every process calls."""
         size, stages = config.train.tensor_parallel, config.train.pipeline_parallel
         if size == 1:
             return None
-        if not dist.is_initialized() or dist.get_world_size() % (size * stages):
-            raise ConfigError(f"train.tensor_parallel: {size} needs a multiple of as many processes (--nproc)")
-        world = dist.get_world_size()
-        group, _ = dist.new_subgroups(size, timeout=TIMEOUT)
-        copies, _ = dist.new_subgroups_by_enumeration(copies_of(world, size, stages), timeout=TIMEOUT)
-        assert group is not None
-        assert copies is not None
+        world = world_of("tensor_parallel", size, size * stages)
+        group, copies = new_group(neighbours(world, size)), new_group(copies_of(world, size, stages))
         return cls(group, dist.get_rank(group), size, copies)
 
     @classmethod
@@ -86,12 +69,3 @@ class TensorGroups(TensorGroup):
 
     def get_model_parallel_world_size(self) -> int:
         return self.size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.copies
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank(self.copies)
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size(self.copies)

@@ -20,6 +20,7 @@ for name in ("pydantic", "zstandard", "tokenizers", "safetensors", "numba"):
 
 from cdrmix.config.schema import Config
 from cdrmix.data.shards import ShardSet, open_shards
+from cdrmix.errors import ConfigError
 
 WORDS = ("the", "loop", "reads", "rows", "adds", "gradients", "clips", "steps", "and", "forgets", "them", "again")
 
@@ -81,6 +82,18 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_config(config_file: Path) -> Callable[..., Config]:
     """The configuration with overrides: make_config("train.steps=3")."""
     return lambda *overrides: Config.from_yaml(config_file, overrides)
+
+
+@pytest.fixture
+def refuses(make_config: Callable[..., Config]) -> Callable[..., None]:
+    """Asserts that overrides are refused: refuses((PATTERN OF THE MESSAGE, *OVERRIDES), ...)."""
+
+    def check(*cases: tuple[str, ...]) -> None:
+        for reason, *overrides in cases:
+            with pytest.raises(ConfigError, match=reason):
+                make_config(*overrides)
+
+    return check
 
 
 @pytest.fixture(scope="session")
