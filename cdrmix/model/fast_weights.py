@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema_reasoning import PlasticLora
-from cdrmix.model.layers import uniform_
+from cdrmix.model.initial_values import by_inputs, drawn
 
 NORM_FLOOR = 1e-6  # added to a key's squared length; the key of a document's first token, which has none, stays 0
 
@@ -83,10 +83,9 @@ class Adapter(nn.Module):
         super().__init__()
         self.config, self.chunk = config, chunk
         self.rank, self.width = config.rank, config.key_width or config.rank
-        self.keys = nn.Parameter(torch.empty(self.width, inputs))
-        self.values = nn.Parameter(torch.empty(self.rank, inputs))
-        uniform_(self.keys, 3**0.5)  # variance 1 / inputs: inputs of variance 1 give keys and values of variance 1
-        uniform_(self.values, 3**0.5)
+        # Of variance 1 / inputs: inputs of variance 1 give keys and values of variance 1.
+        self.keys = drawn(by_inputs(inputs, 3**0.5), self.width, inputs)
+        self.values = drawn(by_inputs(inputs, 3**0.5), self.rank, inputs)
         self.up = nn.Parameter(torch.zeros(outputs, self.rank))
         self.gate = nn.Parameter(torch.zeros(2, inputs)) if config.gated else None
         self.rate = nn.Parameter(torch.zeros(1))  # not without dimensions, because DeepSpeed cannot send that
@@ -183,11 +182,11 @@ class FastWeightUpdate:
         return tuple(self._after[name] for name in self._adapters)
 
 
-def make_adapters(kind: str, mixer: nn.Module, config: PlasticLora, chunk: int) -> nn.ModuleDict | None:
-    """An adapter for each configured projection of a mixer of that kind, in the order of their names; or None."""
+def make_adapters(kind: str, mixer: nn.Module, config: PlasticLora, chunk: int) -> nn.ModuleDict:
+    """An adapter for each configured projection of a mixer of that kind, in the order of their names."""
     targets: dict[str, set[str]] = {"attention": set(config.attention), "rwkv7": set(config.rwkv7)}
     layers = {name: getattr(mixer, name) for name in sorted(targets.get(kind, set()))}
     adapters: dict[str, nn.Module] = {
         name: Adapter(layer.in_features, layer.out_features, config, chunk) for name, layer in layers.items()
     }
-    return nn.ModuleDict(adapters) if adapters else None
+    return nn.ModuleDict(adapters)

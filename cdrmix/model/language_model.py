@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -19,11 +20,13 @@ from cdrmix.model.depth import DepthStats, Gated
 from cdrmix.model.fast_weights import FastWeightOptions, FastWeightSpan, make_adapters
 from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed, Router
+from cdrmix.model.initial_values import fill, seed_of_values, without_values
 from cdrmix.model.layers import AddNorm, TokenEmbedding
 from cdrmix.model.mixers.attention import AttentionCache, RaggedAttentionCache
 from cdrmix.model.pipeline import Border, Stage, carries_values, leave
 from cdrmix.model.prediction import MultiTokenPrediction
 from cdrmix.model.sequence import SequenceGroup
+from cdrmix.model.tensor_parallel import TensorGroup, divide
 
 Cache = tuple[BlockCache, ...]  # of a model, by layer
 Part = TypeVar("Part", bound=nn.Module)
@@ -59,13 +62,14 @@ class Output(NamedTuple):
 class LanguageModel(nn.Module):
     """Token ids to hidden states; `logits` applies the head.
 
-    Parameters are drawn from torch's global generator: seed it first. Under `torch.device("meta")` no memory is
-    allocated.
+    The parameters depend on one number from torch's global generator: seed it first. They are the same for every
+    division of the model among processes. Under `torch.device("meta")` no memory is allocated.
     experts: makes each block's mixture of experts; by default one with all experts in this process.
-    reasoning: adds plastic adapters to mixers, if it enables them. They are drawn last, so that the rest of the model
-    has the same parameters without them.
-    partition: called with each part, a block or a table, as soon as it is made. It may keep this process's partition of
-        the parameters, so that the whole model is never in one process. None: the model is whole.
+    reasoning: adds plastic adapters to mixers, if it enables them. They do not change the other parameters.
+    tensor: the ranks that divide the parameters; None: this process has them whole.
+    partition: called with each parameter of a block or table as soon as it has values, as the only one of a module, and
+        then with the block or table. It may keep this process's partition of the parameters, so that the whole model is
+        never in one process. None: the model is whole.
     stage: keeps the parts that a stage of a pipeline has; the others take no memory.
     narrow_residual: under autocast the residual stream between blocks has its dtype instead of the embedding's float32.
     Sums and norms are still computed in float32, and rounded once.
@@ -79,6 +83,7 @@ class LanguageModel(nn.Module):
         experts: Callable[[Model], MoeFeedForward] = MoeFeedForward,
         reasoning: Reasoning | None = None,
         narrow_residual: bool = False,
+        tensor: TensorGroup | None = None,
         partition: Callable[[nn.Module], None] | None = None,
         stage: Stage | None = None,
     ) -> None:
@@ -93,43 +98,56 @@ class LanguageModel(nn.Module):
         self.stage = Stage(0, 1) if stage is None else stage
         self.layers = self.stage.layers(config.layers)
 
-        def made(name: str, part: Part) -> Part:
+        seed = seed_of_values()
+
+        def made(name: str, make: Callable[[], Part]) -> Part:
+            with without_values():
+                part = make()
+            if tensor is not None:
+                divide(part, tensor)
+            if self.stage.has(name, config):
+                fill(part, name, seed, partition)
+            else:
+                leave(part)
             if partition is not None:
                 partition(part)
-            if not self.stage.has(name, config):
-                leave(part)
             return part
 
+        def table(name: str) -> TokenEmbedding:
+            return made(name, lambda: TokenEmbedding(config.vocab_size, config.d_model, std))
+
+        def norm(name: str) -> AddNorm:
+            return made(name, lambda: AddNorm(config, wide=True))
+
         std = 0.02 * config.init_std_scale
-        self.embedding = made("embedding", TokenEmbedding(config.vocab_size, config.d_model, std))
-        self.embedding_norm = made("embedding_norm", AddNorm(config, wide=True)) if config.embedding_norm else None
+        self.embedding = table("embedding")
+        self.embedding_norm = norm("embedding_norm") if config.embedding_norm else None
         blocks = [
-            made(f"blocks.{layer}", Block(config, layer, mixer, experts)) for layer, mixer in enumerate(config.mixers)
+            made(f"blocks.{layer}", partial(Block, config, layer, mixer, experts))
+            for layer, mixer in enumerate(config.mixers)
         ]
         self.blocks = nn.ModuleList(blocks)
         if config.tie_embeddings and self.stage.last and not self.stage.first:
             self.embedding.weight.copy_of_table = True  # type: ignore[attr-defined]  # see is_copy
         # A mixer that skips tokens has positions of its own.
         self.attends = any(block.mixer.attends and "mixer" not in block.depth_routers for block in blocks)
-        self.final_norm = made("final_norm", AddNorm(config, wide=True))  # the heads of stage B need float32
-        self.head = (
-            None if config.tie_embeddings else made("head", TokenEmbedding(config.vocab_size, config.d_model, std))
-        )
+        self.final_norm = norm("final_norm")  # in float32: the heads of stage B need it
+        self.head = None if config.tie_embeddings else table("head")
         for name, module in self.named_modules():
             if isinstance(module, Router):
                 module.name = name
         if reasoning is not None and reasoning.plastic_lora.enabled:
-            for kind, block in zip(config.mixers, blocks, strict=True):
-                block.plastic = make_adapters(kind, block.mixer, reasoning.plastic_lora, reasoning.chunk)
+            for layer, (kind, block) in enumerate(zip(config.mixers, blocks, strict=True)):
+                adapted = partial(make_adapters, kind, block.mixer, reasoning.plastic_lora, reasoning.chunk)
+                block.plastic = made(f"blocks.{layer}.plastic", adapted) or None
         self.adapters = sum(len(block.plastic) for block in blocks if block.plastic is not None)
-        # Drawn last, as the adapters: the rest of the model has the same parameters without them.
         self.prediction: MultiTokenPrediction | None = None
         if config.prediction is not None:
-            depths = MultiTokenPrediction(config, activation_checkpointing=activation_checkpointing)
+            depths = partial(MultiTokenPrediction, config, activation_checkpointing=activation_checkpointing)
             self.prediction = made("prediction", depths)
         self.bigrams: BigramEmbedding | None = None
         if config.bigrams is not None:
-            self.bigrams = made("bigrams", BigramEmbedding(config.bigrams, config.d_model, std))
+            self.bigrams = made("bigrams", partial(BigramEmbedding, config.bigrams, config.d_model, std))
 
     @property
     def vocab_size(self) -> int:

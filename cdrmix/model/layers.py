@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
-from cdrmix.kernels.common.products import set_num_threads
+from cdrmix.model.initial_values import Draw, by_inputs, drawn, normal
 from cdrmix.model.tensor_parallel import Cut, Divisible
 
 ParameterKind = Literal[
@@ -74,8 +73,7 @@ class TokenEmbedding(Divisible):
 
     def __init__(self, vocab_size: int, d_model: int, std: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
-        nn.init.normal_(self.weight, std=std)
+        self.weight = drawn(normal(std), vocab_size, d_model)
 
     def cuts(self) -> Mapping[str, Cut]:
         """Ids."""
@@ -91,37 +89,20 @@ class TokenEmbedding(Divisible):
         return self.summed(torch.where(mine_BT.unsqueeze(-1), found_BTD, 0.0))
 
 
-def uniform_(weight: Tensor, scale: float) -> None:
-    """Uniform in +-scale / sqrt(fan_in), with fan_in the last dimension: RWKV-7's initialisation of its projections."""
-    bound = scale / math.sqrt(weight.shape[-1])
-    nn.init.uniform_(weight, -bound, bound)
-
-
 class Projection(nn.Linear):
     """A linear map without bias, by `ops.linear`; a module, because ZeRO-3 gathers weights for calls of modules."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, draw: Draw) -> None:
+        super().__init__(inputs, outputs, bias=False, device="meta")
+        self.weight = drawn(draw, outputs, inputs)
 
     def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name
         return ops.linear(input, self.weight)
 
 
-def orthogonal_(weight: Tensor, gain: float) -> None:
-    """Orthogonal rows or columns times `gain`, on one thread: LAPACK's QR has other bits with two."""
-    threads = torch.get_num_threads()
-    set_num_threads(1)
-    try:
-        nn.init.orthogonal_(weight, gain)
-    finally:
-        set_num_threads(threads)
-
-
 def linear(inputs: int, outputs: int, scale: float) -> Projection:
     """A projection without bias, uniform in +-scale / sqrt(inputs); scale 0 gives zeros."""
-    layer = Projection(inputs, outputs)
-    uniform_(layer.weight, scale)
-    return layer
+    return Projection(inputs, outputs, by_inputs(inputs, scale))
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cdrmix.kernels.common.products import add_product, mm
+from cdrmix.model.initial_values import narrowed
 from cdrmix.ops.cross_entropy import check_targets, unit_of
 from cdrmix.ops.weights import compute_weight
 
@@ -40,8 +41,12 @@ class Cut:
 
     def share(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """The part of a whole parameter that a rank holds."""
-        segments = whole.split(self._segments(whole.shape[self.dim]), self.dim)
-        return torch.cat([segment.chunk(size, self.dim)[rank] for segment in segments], self.dim)
+        return whole.index_select(self.dim, self.indices(whole.shape[self.dim], rank, size).to(whole.device))
+
+    def indices(self, width: int, rank: int, size: int) -> Tensor:
+        """The indices along `dim` that a rank holds of a parameter of this width."""
+        segments = torch.arange(width).split(self._segments(width))
+        return torch.cat([segment.chunk(size)[rank] for segment in segments])
 
     def whole(self, shares: Sequence[Tensor]) -> Tensor:
         """The whole parameter from the parts of all ranks, in their order."""
@@ -122,7 +127,8 @@ def divide(part: nn.Module, group: TensorGroup) -> None:
     for name, cut in cuts_of(part).items():
         path, _, leaf = name.rpartition(".")
         owner = part.get_submodule(path)
-        share = nn.Parameter(cut.share(getattr(owner, leaf).detach(), group.rank, group.size).clone())
+        whole = getattr(owner, leaf)
+        share = narrowed(whole, cut.dim, cut.indices(whole.shape[cut.dim], group.rank, group.size))
         share.tensor_model_parallel, share.cut = True, cut  # type: ignore[attr-defined]
         setattr(owner, leaf, share)
     for module in part.modules():

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cdrmix.model.layers import uniform_
-
 OPERATIONS = ("noop", "summarize", "retrieve", "splice_window", "cache_write")
 NOOP, SUMMARIZE, RETRIEVE, SPLICE, WRITE = range(5)
 FACTS = 4  # inputs of the heads in addition to the hidden state: see Row.facts
@@ -96,7 +94,8 @@ class Summariser(nn.Module):
         self.key = nn.Linear(dim, dim, bias=False)
         self.query = nn.Linear(dim, dim, bias=False)
         for linear in (self.down, self.up, self.key, self.query):
-            uniform_(linear.weight, math.sqrt(3))  # variance 1 / fan-in keeps lengths
+            bound = math.sqrt(3 / linear.in_features)  # variance 1 / inputs keeps lengths
+            nn.init.uniform_(linear.weight, -bound, bound)
 
     def count(self, tokens: int) -> int:
         """The number P of summaries of a window with so many tokens."""

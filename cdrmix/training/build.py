@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.distributed as dist
-from torch import nn
 
 from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.sequence import SequenceGroup
-from cdrmix.model.tensor_parallel import divide
 from cdrmix.training.compiling import compile_blocks
 from cdrmix.training.expert_parallel import expert_layer
 from cdrmix.training.groups import neighbours, new_group, world_of
@@ -29,34 +25,21 @@ def build_loss_model(config: Config) -> LossModel:
     """The model with its loss: with this process's experts, its share of the weights of tensor parallelism, its stage
     of a pipeline, and under ZeRO-3 its partitions of all weights.
 
-    Weights are drawn from torch's global generator.
+    The weights depend on one number from torch's global generator.
     """
+    shares = TensorGroups.make(config)
     model = LanguageModel(
         config.cdrmix_model,
         activation_checkpointing=config.train.activation_checkpointing,
         experts=expert_layer(config),
         narrow_residual=narrow_residual(config),
-        partition=_partition(config),
+        tensor=shares,
+        partition=partitioner(config, shares),
         stage=PipelineGroups.make(config),
     )
     if config.train.compile:
         compile_blocks(model)
     return LossModel(model, sequence_group(config))
-
-
-def _partition(config: Config) -> Callable[[nn.Module], None] | None:
-    """What each part of a model becomes as soon as it is made; None: it stays whole."""
-    groups = TensorGroups.make(config)
-    if groups is None:
-        return partitioner(config)
-    partition = partitioner(config, groups)
-
-    def share(part: nn.Module) -> None:
-        divide(part, groups)
-        if partition is not None:
-            partition(part)
-
-    return share
 
 
 def sequence_group(config: Config) -> SequenceGroup | None:

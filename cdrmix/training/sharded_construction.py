@@ -1,8 +1,7 @@
-"""Construction of a model under ZeRO-3: a process keeps its partition of each part as soon as the part is made.
+"""Construction of a model under ZeRO-3: a process keeps its partition of each parameter as soon as it has values.
 
-Every process makes every part, so the weights have the bits of a model that is made whole. Memory is needed for one
-whole part at a time: a block, or the embedding. `deepspeed.zero.Init` around the construction of the whole model does
-not work: initialisers read sizes of submodules that it has emptied by then.
+Every process draws every parameter, and holds one of them whole at a time. `deepspeed.zero.Init` around the construction
+of the whole model does not work: modules read sizes of submodules that it has emptied by then.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from cdrmix.training.zero import deepspeed_stage
 
 
 def partitioner(config: Config, shares: TensorGroups | None = None) -> Callable[[nn.Module], None] | None:
-    """What replaces the parameters of a part by this process's partitions of them; None below ZeRO-3.
+    """What replaces the parameters of a module by this process's partitions of them; None below ZeRO-3.
 
     shares: of tensor parallelism; a share is partitioned over the processes that have the same one. Experts of expert
     parallelism are partitioned over the processes that have the same ones (`expert_layer`).
@@ -31,8 +30,8 @@ def partitioner(config: Config, shares: TensorGroups | None = None) -> Callable[
 
     settings = deepspeed_config(config, join(config))
 
-    def partition(part: nn.Module) -> None:
+    def partition(module: nn.Module) -> None:
         copies = None if shares is None else shares.copies
-        deepspeed.zero.Init(module=part, config_dict_or_path=settings, data_parallel_group=copies, mpu=shares)
+        deepspeed.zero.Init(module=module, config_dict_or_path=settings, data_parallel_group=copies, mpu=shares)
 
     return partition

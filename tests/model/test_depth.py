@@ -60,7 +60,7 @@ def make_model(
         feed_forward=FeedForward(**{"hidden": 64 if wide else 8, "experts": 8 if wide else 4, **feed_forward}),
         depth=Depth(part=part),  # type: ignore[arg-type]
     )
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     model = LanguageModel(config, activation_checkpointing=checkpointing).double()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -131,12 +131,13 @@ def told(work: Work, tmp_path: Path) -> Told:
 def work(config_file: Path, request: pytest.FixtureRequest) -> Work:
     """Runs a job of worker.py: work("train", run, "train.steps=3", processes=2, at="3:SIGTERM"); or another script.
 
-    config, shards: paths of others than the tiny ones.
+    config, shards: paths of others than the tiny ones. patience: the seconds that a process may take.
     """
 
     def run(
         job: str, where: Path, *overrides: str, processes: int = 1, script: str = "worker.py", **options: str
     ) -> list[Any]:
+        patience = float(options.pop("patience", 300))
         if "shards" not in options:
             shards = request.getfixturevalue("shards")
             assert open_shards(shards.path).path == shards.path
@@ -162,7 +163,7 @@ def work(config_file: Path, request: pytest.FixtureRequest) -> Work:
         finished = []
         try:
             for worker in workers:
-                status = worker.wait(timeout=300)
+                status = worker.wait(timeout=patience)
                 finished.append(subprocess.CompletedProcess(worker.args, status, worker.output))
                 # One that kills itself leaves its peers waiting for it, as a node that fails would.
                 if worker.returncode == -signal.SIGKILL:

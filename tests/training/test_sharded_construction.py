@@ -1,4 +1,4 @@
-"""Under ZeRO-3 a process keeps its share of each part of a model as it is made, with the bits of a whole one."""
+"""A process keeps its share of each parameter as it is made, with the bits of a whole one, and holds no more."""
 
 from __future__ import annotations
 
@@ -21,3 +21,23 @@ def test_no_process_holds_a_whole_parameter(work, tmp_path: Path, hybrid: tuple[
     assert 0.49 < facts["share"] < 0.55, "padding adds some elements to small parameters"
     first, second = facts["written"]
     assert abs(first - second) < 0.1 * (first + second), "each process writes its part of a checkpoint"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the peak of a process's memory, of Linux")
+def test_eight_processes_make_two_blocks_of_the_largest_model(work, tmp_path: Path) -> None:
+    """core-200b at full width, 14.8e9 parameters, divided as its configuration says: 8 processes compute each layer."""
+    where = tmp_path / "told.json"
+    config = Path(__file__).parents[2] / "configs" / "cdrmix-core-200b.yaml"
+    keys = ("model.layers=2", "train.pipeline_parallel=1", "run.device=cpu")
+    told = work("make", where, *keys, processes=8, script="full_width_worker.py", config=str(config), patience="1200")
+    assert [each.returncode for each in told] == [0] * 8, "\n".join(each.stdout for each in told)
+    facts = json.loads(where.read_text())
+    print(facts)
+    whole = count_parameters(Config.from_yaml(config, [*keys]).cdrmix_model).stored
+    assert len({each["router"] for each in facts}) == 1, "every process has the whole router"
+    assert len({each["experts"] for each in facts}) == 8
+    for each in facts:
+        assert each["elements"] < 1.02 * whole / 8
+        # Beside the share: a tile of 16 MiB and its copy for each thread, and the largest parameter while it is copied
+        assert each["most"] < 1.1 * each["held"]

@@ -124,7 +124,7 @@ import random
 import torch
 from cdrmix import ops
 from cdrmix.kernels.common.products import set_num_threads
-from cdrmix.model.layers import orthogonal_
+from cdrmix.model.initial_values import drawn, orthogonal
 from cdrmix.training.distributed import be_deterministic
 
 be_deterministic()
@@ -141,8 +141,7 @@ def made(threads, rows, inputs, outputs, inputs_first):
     y = ops.linear(x, weight, inputs_first=inputs_first)
     y.backward(torch.randn(y.shape, generator=generator))
     torch.manual_seed(0)
-    orthogonal_(first := torch.empty(32, 128), 0.1)
-    return y, x.grad, weight.grad, first
+    return y, x.grad, weight.grad, drawn(orthogonal(0.1), 32, 128, whole=True)
 
 def loss(threads):  # of more rows than PyTorch sums by one thread
     set_num_threads(threads)

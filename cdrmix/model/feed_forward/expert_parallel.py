@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, MoeFeedForward
+from cdrmix.model.initial_values import narrowed
 from cdrmix.ops.backend import compute_dtype
 
 
@@ -54,7 +55,7 @@ class ExpertParallelFeedForward(MoeFeedForward):
     """A mixture of experts of which this rank holds one part, and the others of its group the rest.
 
     Every rank routes its own tokens over all experts, so a rank's output is that of the whole layer for its tokens.
-    The parameters are drawn as those of the whole layer, and then sliced. All ranks of the group call `forward`
+    The parameters have the values of the whole layer's. All ranks of the group call `forward`
     together. A rank without tokens does so too, because it computes rows of others. Where a capacity drops rows, in
     training, all ranks have equally many tokens: then GPUs exchange as many rows as the capacity allows, and no rank
     waits for counts.
@@ -63,9 +64,9 @@ class ExpertParallelFeedForward(MoeFeedForward):
     def __init__(self, config: Model, experts: ExpertGroup) -> None:
         super().__init__(config)
         self.experts = experts
+        mine = experts.share(torch.arange(config.feed_forward.experts))
         for name in EXPERT_PARAMETERS:
-            whole = getattr(self, name)
-            setattr(self, name, nn.Parameter(experts.share(whole.detach()).clone()))
+            setattr(self, name, narrowed(getattr(self, name), 0, mine))
 
     def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
         """The routed experts' weighted sum for each token, on whichever rank they are; [T, D] in the compute dtype."""

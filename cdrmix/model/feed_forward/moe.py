@@ -15,7 +15,8 @@ from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.depth import Gate
 from cdrmix.model.feed_forward.router import Routed, Router
-from cdrmix.model.layers import INTERLEAVED, consecutive, linear, uniform_
+from cdrmix.model.initial_values import by_inputs, drawn, zeros
+from cdrmix.model.layers import INTERLEAVED, consecutive, linear
 from cdrmix.model.tensor_parallel import Cut, Divisible
 from cdrmix.registry import Registry
 
@@ -48,10 +49,9 @@ class MoeFeedForward(Divisible):
         self.router = Router(config.d_model, ffn)
         widening = 2 if ffn.activation == "swiglu" else 1
         self.fused = {"w_up": INTERLEAVED} if ffn.activation == "swiglu" else {}
-        self.w_up = nn.Parameter(torch.empty(ffn.experts, config.d_model, widening * ffn.hidden))
-        self.w_down = nn.Parameter(torch.zeros(ffn.experts, ffn.hidden, config.d_model))
-        bound = 0.5 * config.init_std_scale * config.d_model**-0.5
-        nn.init.uniform_(self.w_up, -bound, bound)
+        draw = by_inputs(config.d_model, 0.5 * config.init_std_scale)
+        self.w_up = drawn(draw, ffn.experts, config.d_model, widening * ffn.hidden)
+        self.w_down = drawn(zeros, ffn.experts, ffn.hidden, config.d_model)
         self.shared = None if ffn.shared_hidden is None else dense_feed_forward(config, layer, ffn.shared_hidden)
 
     def cuts(self) -> Mapping[str, Cut]:
@@ -133,9 +133,9 @@ class SkippingFeedForward(Divisible):
         self.activation = config.feed_forward.activation
         widening = 2 if self.activation == "swiglu" else 1
         self.fused = {"w_up": INTERLEAVED} if self.activation == "swiglu" else {}
-        self.w_up = nn.Parameter(torch.empty(1, config.d_model, widening * hidden))
-        self.w_down = nn.Parameter(torch.zeros(1, hidden, config.d_model))
-        uniform_(self.w_up.mT, 0.5 * config.init_std_scale)
+        draw = by_inputs(config.d_model, 0.5 * config.init_std_scale)
+        self.w_up = drawn(draw, 1, config.d_model, widening * hidden)
+        self.w_down = drawn(zeros, 1, hidden, config.d_model)
 
     def cuts(self) -> Mapping[str, Cut]:
         """The hidden channels, as of the mixture."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema_layers import FeedForward
+from cdrmix.model.initial_values import drawn, normal
 from cdrmix.model.sequence import SequenceGroup
 
 
@@ -47,8 +48,7 @@ class Router(nn.Module):
         self.experts, self.top_k = config.experts, config.top_k
         self.jitter = config.router_jitter
         self.capacity_factor = config.capacity_factor if config.drop else None
-        self.weight = nn.Parameter(torch.empty(config.experts, d_model))
-        nn.init.normal_(self.weight, std=d_model**-0.5 * 0.1)
+        self.weight = drawn(normal(d_model**-0.5 * 0.1), config.experts, d_model)
         self.register_buffer("bias", torch.zeros(config.experts) if config.bias_update_rate > 0 else None)
 
     def forward(self, x_TD: Tensor) -> Tensor:

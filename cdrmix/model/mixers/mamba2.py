@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,6 +19,7 @@ from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
+from cdrmix.model.initial_values import Tile, by_inputs, drawn, uniform
 from cdrmix.model.layers import consecutive, linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 from cdrmix.model.sequence import SequenceGroup, SequenceSlice
@@ -68,13 +70,11 @@ class Mamba2(Mixer):
         self.norm_eps = config.norm_eps
         self.channels = channels = self.inner + 2 * self.groups * self.d_state
         self.add_projections(config)
-        bound = mamba.conv_width**-0.5
-        self.conv_weight_WC = nn.Parameter(torch.empty(mamba.conv_width, channels).uniform_(-bound, bound))
-        self.conv_bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound))
-        low, high = (math.log(bound) for bound in STEP_RANGE)
-        step = torch.empty(self.heads).uniform_(low, high).exp()
-        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
-        self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(*DECAY_RANGE).log())
+        convolution = by_inputs(mamba.conv_width, 1.0)
+        self.conv_weight_WC = drawn(convolution, mamba.conv_width, channels)
+        self.conv_bias = drawn(convolution, channels)
+        self.dt_bias = drawn(_draw_step_bias, self.heads)
+        self.A_log = drawn(_draw_log_decay, self.heads)
         self.D = nn.Parameter(torch.ones(self.heads))
         self.norm_weight = nn.Parameter(torch.ones(self.inner))
 
@@ -236,3 +236,14 @@ def _silu(x: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _draw_step_bias(generator: np.random.Generator, tile: Tile) -> None:
+    uniform(*(math.log(bound) for bound in STEP_RANGE))(generator, tile)
+    step = np.exp(tile)
+    tile[:] = step + np.log(-np.expm1(-step))  # the inverse of softplus
+
+
+def _draw_log_decay(generator: np.random.Generator, tile: Tile) -> None:
+    uniform(*DECAY_RANGE)(generator, tile)
+    np.log(tile, out=tile)

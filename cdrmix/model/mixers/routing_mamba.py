@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.feed_forward.router import Router
-from cdrmix.model.layers import consecutive, linear, uniform_
+from cdrmix.model.initial_values import by_inputs, drawn, zeros
+from cdrmix.model.layers import consecutive, linear
 from cdrmix.model.mixers.base import MIXERS
 from cdrmix.model.mixers.mamba2 import Mamba2, Projected
 from cdrmix.model.sequence import SequenceGroup
@@ -39,13 +40,12 @@ class RoutingMamba(Mamba2):
         self.router = Router(width, config.feed_forward)
         self.select = linear(width, self.channels - self.inner + self.heads, config.init_std_scale)
         selecting = self.groups * self.d_state
-        self.w_up = nn.Parameter(torch.empty(experts, width, 2 * self.inner))
+        self.w_up = drawn(by_inputs(width, config.init_std_scale), experts, width, 2 * self.inner)
         self.fused = {
             "select.weight": consecutive(-2, selecting, selecting, self.heads),
             "w_up": consecutive(-1, self.inner, self.inner),
         }
-        uniform_(self.w_up.mT, config.init_std_scale)
-        self.w_down = nn.Parameter(torch.zeros(experts, self.inner, width))
+        self.w_down = drawn(zeros, experts, self.inner, width)
 
     def cuts_of_projections(self, selecting: int) -> Mapping[str, Cut]:
         return {

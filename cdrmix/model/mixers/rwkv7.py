@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from cdrmix import ops
 from cdrmix.config.schema import Model
 from cdrmix.model.context import Context
-from cdrmix.model.layers import elementwise, linear, orthogonal_
+from cdrmix.model.initial_values import drawn, orthogonal, zeros
+from cdrmix.model.layers import elementwise, linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
 from cdrmix.model.sequence import SequenceSlice
 from cdrmix.model.tensor_parallel import Cut
@@ -59,10 +60,8 @@ class TimeMix(Mixer):
         self.x_v, self.x_a, self.x_g = mix(0.7), mix(0.9), mix(0.2)
 
         def low_rank(rank: int) -> tuple[nn.Parameter, nn.Parameter]:
-            up = torch.empty(rank, width)
             gain = 0.1 * (math.sqrt(rank / width) if rank > width else 1.0)
-            orthogonal_(up, gain)
-            return nn.Parameter(torch.zeros(width, rank)), nn.Parameter(up)
+            return drawn(zeros, width, rank), drawn(orthogonal(gain), rank, width, whole=True)
 
         ramp = torch.arange(width) / max(width - 1, 1)
         self.w0 = nn.Parameter(-6 + 6 * ramp.pow(1 + depth**0.3) + 0.5 + 2.5 * zigzag)

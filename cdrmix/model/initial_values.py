@@ -1,0 +1,204 @@
+"""Initial values of parameters, the same numbers for every division of a model among processes.
+
+`drawn` makes a parameter. Within `without_values` it has no memory: a process then divides the parameters, and `fill`
+draws what it holds of them. Tiles of a parameter are drawn apart, each by a counter-based generator (Philox) whose key
+is a hash of the model's seed and the parameter's name, and whose counter has the place of the tile. So a process draws
+no tile of which it holds nothing, and has one tile for each thread in memory beside what it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cdrmix.kernels.common.products import set_num_threads
+
+Tile = NDArray[np.floating[Any]]  # of a parameter, [rows, columns], float32 or float64
+Draw = Callable[[np.random.Generator, Tile], None]  # fills a tile
+TILE = (1024, 4096)  # rows and columns; a part of what a seed means
+_Run = tuple[int, slice]  # equal numbers that follow one another: the number, and where they are
+
+_postponed: ContextVar[bool] = ContextVar("postponed", default=False)
+
+
+def uniform(low: float, high: float) -> Draw:
+    """Uniform in [low, high)."""
+
+    def draw(generator: np.random.Generator, tile: Tile) -> None:
+        generator.random(dtype=tile.dtype, out=tile)
+        tile *= high - low
+        tile += low
+
+    return draw
+
+
+def by_inputs(inputs: int, scale: float) -> Draw:
+    """Uniform in +-scale / sqrt(inputs): RWKV-7's initialisation of its projections. Scale 0 gives zeros."""
+    bound = scale / math.sqrt(inputs)
+    return uniform(-bound, bound) if scale else zeros
+
+
+def zeros(generator: np.random.Generator, tile: Tile) -> None:
+    """Zeros."""
+    tile.fill(0)
+
+
+def normal(std: float) -> Draw:
+    """Normal around 0."""
+
+    def draw(generator: np.random.Generator, tile: Tile) -> None:
+        generator.standard_normal(dtype=tile.dtype, out=tile)
+        tile *= std
+
+    return draw
+
+
+def orthogonal(gain: float) -> Draw:
+    """Orthogonal rows or columns times `gain`, on one thread: LAPACK's QR has other bits with two. Of a whole parameter
+    (`drawn`)."""
+
+    def draw(generator: np.random.Generator, tile: Tile) -> None:
+        source = torch.Generator().manual_seed(int(generator.integers(1 << 63)))
+        threads = torch.get_num_threads()
+        set_num_threads(1)
+        try:
+            nn.init.orthogonal_(torch.from_numpy(tile), gain, source)
+        finally:
+            set_num_threads(threads)
+
+    return draw
+
+
+@dataclass(frozen=True)
+class InitialValues:
+    """The values that a parameter without memory is to have.
+
+    shape: of the whole parameter. whole: it is one tile. kept: the indices that the process holds along a dimension;
+    along the others it holds all.
+    """
+
+    shape: torch.Size
+    draw: Draw
+    whole: bool
+    kept: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
+
+    def keeping(self, dim: int, indices: Tensor) -> InitialValues:
+        """Those at some indices along a dimension that was whole."""
+        assert dim not in self.kept, "a parameter is divided once along a dimension"
+        return replace(self, kept={**self.kept, dim: indices.numpy()})
+
+    def values(self, key: int, dtype: torch.dtype) -> Tensor:
+        """The values that are kept, on the CPU. key: of 128 bits."""
+        *leading, width = self.shape
+        height = math.prod(leading)
+        rows, columns = np.arange(height).reshape(leading), np.arange(width)
+        for dim, indices in self.kept.items():
+            if dim < len(leading):
+                rows = rows.take(indices, dim)
+            else:
+                columns = indices
+        shape = (*rows.shape, len(columns))
+        rows = rows.reshape(-1)
+        values = np.empty((len(rows), len(columns)), np.float64 if dtype == torch.float64 else np.float32)
+        tall, wide = (height, width) if self.whole else TILE
+
+        def draw(tile: tuple[_Run, _Run]) -> None:
+            (down, of_rows), (across, of_columns) = tile
+            drawn = np.empty((min(tall, height - down * tall), min(wide, width - across * wide)), values.dtype)
+            self.draw(np.random.Generator(np.random.Philox(key=key, counter=[0, 0, down, across])), drawn)
+            kept = np.ix_(rows[of_rows] - down * tall, columns[of_columns] - across * wide)
+            values[of_rows, of_columns] = drawn[kept]
+
+        tiles = list(itertools.product(_runs(rows // tall), _runs(columns // wide)))
+        if len(tiles) < 2:  # in this thread: `orthogonal` sets its number of threads
+            list(map(draw, tiles))
+        else:
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                list(pool.map(draw, tiles))
+        return torch.from_numpy(values).reshape(shape).to(dtype)
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Parameters that are made by `drawn` have no memory, until `fill`."""
+    token = _postponed.set(True)
+    try:
+        yield
+    finally:
+        _postponed.reset(token)
+
+
+def drawn(draw: Draw, *shape: int, whole: bool = False) -> nn.Parameter:
+    """A parameter with drawn values. Outside of `without_values` they come from torch's global generator; under
+    `torch.device("meta")` there are none.
+
+    whole: the values depend on one another, so a process draws all, also where it holds only some.
+    """
+    empty = nn.Parameter(torch.empty(shape, device="meta" if _postponed.get() else None))
+    initial = InitialValues(empty.shape, draw, whole)
+    if _postponed.get():
+        empty.initial_values = initial  # type: ignore[attr-defined]
+    elif not empty.is_meta:
+        empty.data.copy_(initial.values(_key(seed_of_values(), ""), empty.dtype))
+    return empty
+
+
+def seed_of_values() -> int:
+    """A seed for `fill`, from torch's global generator."""
+    return int(torch.randint(1 << 62, (), device="cpu"))
+
+
+def narrowed(parameter: nn.Parameter, dim: int, indices: Tensor) -> nn.Parameter:
+    """A parameter with the elements at some indices along a dimension. indices: int64, on the CPU."""
+    initial: InitialValues | None = getattr(parameter, "initial_values", None)
+    if not parameter.is_meta:
+        return nn.Parameter(parameter.detach().index_select(dim, indices.to(parameter.device)))
+    shape = [*parameter.shape[:dim], len(indices), *parameter.shape[dim + 1 :]]
+    part = nn.Parameter(torch.empty(shape, device="meta", dtype=parameter.dtype))
+    if initial is not None:
+        part.initial_values = initial.keeping(dim, indices)  # type: ignore[attr-defined]
+    return part
+
+
+def fill(part: nn.Module, name: str, seed: int, each: Callable[[nn.Module], None] | None = None) -> None:
+    """Gives the parameters of a part of a model their values, on the default device; none if that is "meta".
+
+    name: of the part in the model. each: called with a module that has a single parameter, for each that was filled.
+    """
+    device = torch.empty(0).device
+    if device.type == "meta":
+        return
+    for path, parameter in list(part.named_parameters()):
+        initial: InitialValues | None = parameter.__dict__.pop("initial_values", None)
+        if initial is None:
+            continue
+        values = initial.values(_key(seed, f"{name}.{path}"), parameter.dtype)
+        filled = nn.Parameter(values.to(device))
+        filled.__dict__.update(parameter.__dict__)
+        owner, _, leaf = path.rpartition(".")
+        part.get_submodule(owner).register_parameter(leaf, filled)
+        if each is not None:
+            each(nn.ParameterList([filled]))
+
+
+def _key(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "little")
+
+
+def _runs(numbers: NDArray[np.int64]) -> list[_Run]:
+    """The runs of ascending numbers."""
+    found, firsts = np.unique(numbers, return_index=True)
+    ends = [*firsts[1:].tolist(), len(numbers)]
+    return [(n, slice(first, end)) for n, first, end in zip(found.tolist(), firsts.tolist(), ends, strict=True)]
