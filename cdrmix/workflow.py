@@ -54,6 +54,7 @@ from cdrmix.run_folder import RunFolder
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext, check_shared, join
+from cdrmix.training.faults import memory_guard_after_training
 from cdrmix.training.launch import check_processes, note_run
 from cdrmix.training.mirror_thread import MirrorThread, check_mirror, mirroring
 from cdrmix.training.restore import find_run
@@ -118,7 +119,8 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
         if stage_b:
             _train_stage_b(config, run, shards, world, callbacks, mirror)
         if world.is_main_process:
-            _after_training(run, shards, world.device, watcher)
+            with memory_guard_after_training(run.path):
+                _after_training(run, shards, world.device, watcher)
             print(run.path, flush=True)
     return run.path
 

@@ -133,11 +133,12 @@ class InitialValues:
 @contextmanager
 def without_values() -> Iterator[None]:
     """Parameters that are made by `drawn` have no memory, until `fill`."""
-    token = _postponed.set(True)
+    before = _postponed.get()
+    _postponed.set(True)
     try:
         yield
     finally:
-        _postponed.reset(token)
+        _postponed.set(before)
 
 
 def drawn(draw: Draw, *shape: int, whole: bool = False) -> nn.Parameter:

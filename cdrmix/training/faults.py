@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
@@ -183,6 +185,27 @@ class Skips:
         )
 
 
+def _is_exhausted(error: Exception) -> bool:
+    """Whether memory of the device or the host is exhausted: for tensors, Python's objects or mapped files."""
+    exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return exhausted or "can't allocate memory" in str(error) or os.strerror(errno.ENOMEM) in str(error)
+
+
+@contextmanager
+def memory_guard_after_training(run: Path) -> Iterator[None]:
+    """Turns memory that the evaluation or the export at the end exhausts into OutOfMemoryError."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError, OSError) as error:
+        if not _is_exhausted(error):
+            raise
+        raise OutOfMemoryError(
+            "the evaluation or the export after the training does not fit in memory: the first process needs the whole "
+            "model. The training is complete, and its checkpoints are kept. Continue where there is more memory, with "
+            f"--resume {run}. The failed request: {str(error) or type(error).__name__}"
+        ) from error
+
+
 @contextmanager
 def memory_guard(config: Config, *, in_rows: bool) -> Iterator[None]:
     """Turns exhausted memory, of the device or host, into OutOfMemoryError that names the keys to change.
@@ -194,10 +217,9 @@ def memory_guard(config: Config, *, in_rows: bool) -> Iterator[None]:
         yield
     except OutOfMemoryError:  # of a guard in this one
         raise
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError, OSError) as error:
         text = str(error)
-        exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text
-        if not exhausted:
+        if not _is_exhausted(error):
             raise
         train, continues = config.train, ""
         if in_rows and train.micro_batch_rows > 1:

@@ -1,7 +1,7 @@
 """Construction of a model under ZeRO-3: a process keeps its partition of each parameter as soon as it has values.
 
-Every process draws every parameter, and holds one of them whole at a time. `deepspeed.zero.Init` around the construction
-of the whole model does not work: modules read sizes of submodules that it has emptied by then.
+Every process draws every parameter, and holds one of them whole at a time. `deepspeed.zero.Init` around the
+construction of the whole model does not work: modules read sizes of submodules that it has emptied by then.
 """
 
 from __future__ import annotations

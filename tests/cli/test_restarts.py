@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import forked
 import pytest
 
+from cdrmix import workflow
 from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.errors import UNEXPECTED, OutOfMemoryError
@@ -173,3 +175,26 @@ def test_a_defect_that_comes_again_ends_the_run(
     monkeypatch.setattr(launch, "_attempt", attempt)
     status, _ = launch.launch(1, ["train"], restarts=3)
     assert (status, len(made)) == (UNEXPECTED, attempts)
+
+
+@pytest.mark.parametrize(
+    "text", ["[enforce fail] can't allocate memory", f"unable to mmap: {os.strerror(errno.ENOMEM)}"]
+)
+def test_memory_that_the_evaluation_at_the_end_exhausts(
+    arguments: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+) -> None:
+    command = ["train", *arguments(f"run.root={tmp_path}")]
+
+    def exhausts(*_: object) -> None:
+        raise RuntimeError(text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workflow, "measure", exhausts)
+        assert main(command) == OutOfMemoryError.exit_code
+    assert "The training is complete" in capsys.readouterr().err
+    assert main([*command, "--resume", "auto"]) == 0
+    assert "Stage A is already complete" in capsys.readouterr().out

@@ -73,13 +73,15 @@ def test_without_autocast_the_stream_is_float32() -> None:
 
 def test_a_narrow_stream_is_the_same_model_up_to_roundings() -> None:
     """Against float32: the stream's roundings, 8 sums of 2^-8 each at most, are of the size of those that the products
-    make in bfloat16 anyway; the error may be twice that of a wide stream, and is far from that of a missing term. Without
-    experts: a rounding that gives a token to another expert is no small one."""
+    make in bfloat16 anyway; the error may be twice that of a wide stream, and is far from that of a missing term.
+    Without experts: a rounding that gives a token to another expert is no small one."""
     dense = "model.feed_forward.kind=dense"
     _, exact, exact_gradients = run(make(dense, "train.precision=fp32"), autocast=False)
     errors = {}
     for name in ("fp32", "bf16"):
-        _, hidden_BTD, gradients = run(make(dense, "train.precision=bf16", f"train.residual_dtype={name}"), autocast=True)
+        _, hidden_BTD, gradients = run(
+            make(dense, "train.precision=bf16", f"train.residual_dtype={name}"), autocast=True
+        )
         off = sum((x - y).square().sum() for x, y in zip(gradients, exact_gradients, strict=True))
         size = sum(y.square().sum() for y in exact_gradients)
         errors[name] = (float((hidden_BTD - exact).norm() / exact.norm()), float((off / size) ** 0.5))

@@ -175,6 +175,27 @@ MUTATIONS = (
         ("tests/training/test_pipeline.py::test_the_engine_trains_stages_as_one_model[two pipelines]",),
     ),
     Mutation(
+        "initial values: tiles beside each other are equal",
+        "cdrmix/model/initial_values.py",
+        "counter=[0, 0, down, across]",
+        "counter=[0, 0, down, 0]",
+        ("tests/model/test_initial_values.py::test_values_are_those_of_philox_by_name_and_tile",),
+    ),
+    Mutation(
+        "initial values: parameters of one shape are equal",
+        "cdrmix/model/initial_values.py",
+        'f"{seed}/{name}".encode()',
+        'f"{seed}".encode()',
+        ("tests/model/test_initial_values.py::test_names_and_seeds_give_other_values",),
+    ),
+    Mutation(
+        "initial values: a stage draws the parts of the others",
+        "cdrmix/model/language_model.py",
+        "            if self.stage.has(name, config):",
+        "            if seed is not None:",
+        ("tests/model/test_initial_values.py::test_stages_of_a_pipeline_draw_their_parts_alone",),
+    ),
+    Mutation(
         "batch warm-up: rows of smaller batches are left out",
         "cdrmix/data/loader.py",
         "start = self.sizes.before(step)",
