@@ -112,7 +112,10 @@ def _tiles(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str
     else:
         facts.append(("0", "steps so far"))
     if summary.get("restarts"):
-        facts.append((str(summary["restarts"]), f"restarts after faults, {clock(summary['lost_seconds'])} lost"))
+        lost = summary["lost_seconds"]
+        share = 100 * lost / (lost + rows[-1]["seconds"]) if rows else 100.0
+        text = f"restarts after faults, {clock(lost)} lost ({share:.1f} % of the time)"
+        facts.append((str(summary["restarts"]), text))
     return tiles(facts, stress_first=bool(held_out))
 
 
