@@ -157,7 +157,7 @@ def small_budget(model: Path, workspace: Path) -> Path:
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(6.0)  # else the model writes the same memory at every chunk
+                parameter.mul_(12.0)  # else the model writes the same memory at every chunk
     return export_model(loaded._replace(config=config), workspace / "small-budget")
 
 
