@@ -31,7 +31,7 @@ from cdrmix.training.optim import make_optimizer, parameter_groups
 TOKENS = 4
 KINDS = ("shared", "maps", "heads", "chain", "sequential")
 VARIANTS = [*((kind, 4) for kind in KINDS), ("maps", 1), ("chain", 1), ("sequential", 1), ("chain", 8)]
-RECOMMENDED = "chain, every 4"
+RECOMMENDED = "chain, every 8"
 DOCUMENT = 128  # tokens of a document of the random text
 WARMUP = 2
 PROMPTS, TEXTS, NEW_TOKENS = 1000, 20, 12  # prompts in all, of one timing, and tokens of each

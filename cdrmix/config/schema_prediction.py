@@ -29,7 +29,7 @@ class Prediction(Section):
     curriculum: Literal["none", "forward", "reverse"] = "none"
     """Which depths have a weight at a step (arXiv 2505.22757). none: all. forward: a further depth with each of
     `tokens` equal parts of the training, from the next token alone. reverse: a depth less with each part, from all."""
-    every: PositiveInt = 4
+    every: PositiveInt = 8
     """The depths after the first are trained at each N-th token of a micro-batch, at other tokens in the next step,
     with N times the weight. 1: at all tokens, which costs more time."""
     detach: bool = False
