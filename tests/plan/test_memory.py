@@ -296,7 +296,7 @@ def test_muon_has_one_moment_of_matrices() -> None:
 
 
 def test_the_further_depths_of_a_prediction_are_traced() -> None:
-    section = "model.prediction={kind: heads, tokens: 4}"
+    section = "model.prediction={kind: heads, tokens: 4, every: 4}"
     plain, with_heads = (
         tracing.trace(config_of("base/tiny", "train.precision=bf16", *more), "cpu", zero_stage=0, accumulation=1)
         for more in ((), (section,))
