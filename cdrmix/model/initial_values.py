@@ -3,7 +3,7 @@
 `drawn` makes a parameter. Within `without_values` it has no memory: a process then divides the parameters, and `fill`
 draws what it holds of them. Tiles of a parameter are drawn apart, each by a counter-based generator (Philox) whose key
 is a hash of the model's seed and the parameter's name, and whose counter has the place of the tile. So a process draws
-no tile of which it holds nothing, and has one tile for each thread in memory beside what it holds.
+no tile of which it holds nothing, and has a tile and its copy for each thread in memory beside what it holds.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cdrmix.kernels.common.products import set_num_threads
 
@@ -31,6 +32,8 @@ TILE = (1024, 4096)  # rows and columns; a part of what a seed means
 _Run = tuple[int, slice]  # equal numbers that follow one another: the number, and where they are
 
 _postponed: ContextVar[bool] = ContextVar("postponed", default=False)
+# Not attributes: other libraries rebuild parameters from their attributes (accelerate's init_empty_weights).
+_initial_values: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def uniform(low: float, high: float) -> Draw:
@@ -97,6 +100,8 @@ class InitialValues:
     def keeping(self, dim: int, indices: Tensor) -> InitialValues:
         """Those at some indices along a dimension that was whole."""
         assert dim not in self.kept, "a parameter is divided once along a dimension"
+        assert dim >= 0, "a dimension is counted from the first"
+        assert (indices.diff() > 0).all(), "indices ascend"
         return replace(self, kept={**self.kept, dim: indices.numpy()})
 
     def values(self, key: int, dtype: torch.dtype) -> Tensor:
@@ -150,7 +155,7 @@ def drawn(draw: Draw, *shape: int, whole: bool = False) -> nn.Parameter:
     empty = nn.Parameter(torch.empty(shape, device="meta" if _postponed.get() else None))
     initial = InitialValues(empty.shape, draw, whole)
     if _postponed.get():
-        empty.initial_values = initial  # type: ignore[attr-defined]
+        _initial_values[empty] = initial
     elif not empty.is_meta:
         empty.data.copy_(initial.values(_key(seed_of_values(), ""), empty.dtype))
     return empty
@@ -163,18 +168,19 @@ def seed_of_values() -> int:
 
 def narrowed(parameter: nn.Parameter, dim: int, indices: Tensor) -> nn.Parameter:
     """A parameter with the elements at some indices along a dimension. indices: int64, on the CPU."""
-    initial: InitialValues | None = getattr(parameter, "initial_values", None)
+    initial: InitialValues | None = _initial_values.get(parameter)
     if not parameter.is_meta:
         return nn.Parameter(parameter.detach().index_select(dim, indices.to(parameter.device)))
     shape = [*parameter.shape[:dim], len(indices), *parameter.shape[dim + 1 :]]
     part = nn.Parameter(torch.empty(shape, device="meta", dtype=parameter.dtype))
     if initial is not None:
-        part.initial_values = initial.keeping(dim, indices)  # type: ignore[attr-defined]
+        _initial_values[part] = initial.keeping(dim, indices)
     return part
 
 
 def fill(part: nn.Module, name: str, seed: int, each: Callable[[nn.Module], None] | None = None) -> None:
-    """Gives the parameters of a part of a model their values, on the default device; none if that is "meta".
+    """Replaces the parameters of a part of a model that have no memory by new ones, with their values, on the default
+    device; none if that is "meta".
 
     name: of the part in the model. each: called with a module that has a single parameter, for each that was filled.
     """
@@ -182,11 +188,12 @@ def fill(part: nn.Module, name: str, seed: int, each: Callable[[nn.Module], None
     if device.type == "meta":
         return
     for path, parameter in list(part.named_parameters()):
-        initial: InitialValues | None = parameter.__dict__.pop("initial_values", None)
+        initial: InitialValues | None = _initial_values.pop(parameter, None)
         if initial is None:
             continue
-        values = initial.values(_key(seed, f"{name}.{path}"), parameter.dtype)
-        filled = nn.Parameter(values.to(device))
+        values = initial.values(_key(seed, f"{name}.{path}"), parameter.dtype).to(device)
+        filled = nn.Parameter(values, parameter.requires_grad)
+        del values  # else it is in memory while the next is drawn
         filled.__dict__.update(parameter.__dict__)
         owner, _, leaf = path.rpartition(".")
         part.get_submodule(owner).register_parameter(leaf, filled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
+from cdrmix.config.rule import BUILT_IN
 from cdrmix.config.schema import Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.bigrams import BigramEmbedding, tokens_before, with_last_token
@@ -63,7 +65,8 @@ class LanguageModel(nn.Module):
     """Token ids to hidden states; `logits` applies the head.
 
     The parameters depend on one number from torch's global generator: seed it first. They are the same for every
-    division of the model among processes. Under `torch.device("meta")` no memory is allocated.
+    division of the model among processes. A model with layers of plugins draws all from the global generator, in order.
+    Under `torch.device("meta")` no memory is allocated.
     experts: makes each block's mixture of experts; by default one with all experts in this process.
     reasoning: adds plastic adapters to mixers, if it enables them. They do not change the other parameters.
     tensor: the ranks that divide the parameters; None: this process has them whole.
@@ -99,9 +102,11 @@ class LanguageModel(nn.Module):
         self.layers = self.stage.layers(config.layers)
 
         seed = seed_of_values()
+        # A plugin may change parameters after it has made them, so they need their values at once.
+        foreign = not {*config.mixers, config.feed_forward.kind} <= {*BUILT_IN["mixer"], *BUILT_IN["feed-forward"]}
 
         def made(name: str, make: Callable[[], Part]) -> Part:
-            with without_values():
+            with nullcontext() if foreign else without_values():
                 part = make()
             if tensor is not None:
                 divide(part, tensor)

@@ -45,7 +45,7 @@ class Cut:
 
     def indices(self, width: int, rank: int, size: int) -> Tensor:
         """The indices along `dim` that a rank holds of a parameter of this width."""
-        segments = torch.arange(width).split(self._segments(width))
+        segments = torch.arange(width, device="cpu").split(self._segments(width))
         return torch.cat([segment.chunk(size)[rank] for segment in segments])
 
     def whole(self, shares: Sequence[Tensor]) -> Tensor:

@@ -187,8 +187,10 @@ class Skips:
 
 def _is_exhausted(error: Exception) -> bool:
     """Whether memory of the device or the host is exhausted: for tensors, Python's objects or mapped files."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return exhausted or "can't allocate memory" in str(error) or os.strerror(errno.ENOMEM) in str(error)
+    return exhausted or "can't allocate memory" in str(error) or "unable to mmap" in str(error)
 
 
 @contextmanager

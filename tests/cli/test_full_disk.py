@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,9 +27,18 @@ cp -r "$disk" "$kept/resumed"
 SHAPE = ("train.steps=12", "train.checkpoint_every=1", "train.keep_last=20", "train.evaluate_every=12")
 
 
+def can_mount() -> bool:
+    """Whether this process may make a disk in memory."""
+    try:
+        tried = [*NAMESPACE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+        return subprocess.run(tried, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
-    subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
+    not can_mount(),
     reason="needs namespaces of users and mounts, of Linux",
 )
 @pytest.mark.parametrize("beside", ["true", "false"])
@@ -45,7 +53,7 @@ def test_a_full_disk(arguments: Callable[..., list[str]], tmp_path: Path, beside
     )
     assert "first: 6\n" in done.stdout, done.stdout + done.stderr
     assert "second: 0\n" in done.stdout, done.stdout + done.stderr
-    assert "disk" in done.stderr, shlex.join(train)
+    assert "the disk is full" in done.stderr, done.stderr
     (full,), (resumed,) = (list((kept / name).iterdir()) for name in ("full", "resumed"))
     checkpoints = list_checkpoints(full / "checkpoints")
     assert 0 < len(checkpoints) < 12

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from cdrmix.config.schema import Model
 from cdrmix.config.schema_layers import Bigrams
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.model import initial_values
@@ -28,6 +29,7 @@ from cdrmix.model.initial_values import (
     without_values,
 )
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.model.mixers import MIXERS
 from cdrmix.model.pipeline import Stage, is_elsewhere
 from cdrmix.model.tensor_parallel import Cut
 
@@ -147,3 +149,32 @@ def test_other_parts_do_not_change_the_rest(make_model: MakeModel) -> None:
     second = LanguageModel(more).state_dict()
     assert second.keys() > first.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_parameter_without_values_can_be_rebuilt_from_its_attributes() -> None:
+    """As transformers 4.57 and accelerate do when they make a model without memory."""
+    part = One(normal(1.0), (3, 4))
+    assert isinstance(nn.Parameter(part.weight.data, **part.weight.__dict__), nn.Parameter)
+
+
+def test_layers_of_plugins_have_their_values_at_once(make_model: MakeModel) -> None:
+    """Their constructors may change what they have made."""
+
+    @MIXERS("zeroed")
+    class Zeroed(MIXERS["rwkv7"]):  # type: ignore[misc]
+        def __init__(self, config: Model, layer: int) -> None:
+            super().__init__(config, layer)
+            nn.init.zeros_(self.key.weight)
+            self.value.weight.requires_grad_(False)
+
+    try:
+        config = make_model().config
+        model = LanguageModel(config.model_copy(update={"mixer_layers": {"zeroed": [0]}}))
+        assert config.mixers[0] != "zeroed"
+        mixer = model.blocks[0].mixer
+        assert isinstance(mixer, Zeroed)
+        assert not mixer.key.weight.any()
+        assert not mixer.value.weight.requires_grad
+        assert not any(parameter.is_meta for parameter in model.parameters())
+    finally:
+        MIXERS._entries.pop("zeroed")

@@ -55,7 +55,7 @@ class ExpertParallelFeedForward(MoeFeedForward):
     """A mixture of experts of which this rank holds one part, and the others of its group the rest.
 
     Every rank routes its own tokens over all experts, so a rank's output is that of the whole layer for its tokens.
-    The parameters have the values of the whole layer's. All ranks of the group call `forward`
+    The parameters have the values that the whole layer has. All ranks of the group call `forward`
     together. A rank without tokens does so too, because it computes rows of others. Where a capacity drops rows, in
     training, all ranks have equally many tokens: then GPUs exchange as many rows as the capacity allows, and no rank
     waits for counts.
@@ -64,7 +64,7 @@ class ExpertParallelFeedForward(MoeFeedForward):
     def __init__(self, config: Model, experts: ExpertGroup) -> None:
         super().__init__(config)
         self.experts = experts
-        mine = experts.share(torch.arange(config.feed_forward.experts))
+        mine = experts.share(torch.arange(config.feed_forward.experts, device="cpu"))
         for name in EXPERT_PARAMETERS:
             setattr(self, name, narrowed(getattr(self, name), 0, mine))
 
