@@ -56,7 +56,7 @@ class VocabularyError(CdrmixError, ValueError):
 
 
 class OutOfMemoryError(CdrmixError, RuntimeError):
-    """A training step does not fit in the memory of the device. The message names the keys that reduce its memory."""
+    """Memory is exhausted. For a step of the training the message names the keys that reduce its memory."""
 
     exit_code = 8
 

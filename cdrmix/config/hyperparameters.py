@@ -13,6 +13,7 @@ from typing import Any
 
 from cdrmix.config.batch_sizes import BatchSizes
 from cdrmix.config.mixer_layers import layer_mixers
+from cdrmix.config.rule import plugin_layers
 
 Values = Mapping[str, Any]  # dotted key to value, with the defaults of the schema
 COUNTING_KEYS: dict[str, str | None] = {"train.hyperparameters": "none", "train.tokens_per_parameter": None}
@@ -144,7 +145,7 @@ def countable(value: str | float | None, layers: Mapping[str, object], kind: str
 
     layers, kind: model.mixer_layers and model.feed_forward.kind. None: the value is allowed.
     """
-    parts = [name for name in (*layers, kind) if name not in (*MIXERS, *FEED_FORWARDS)]
+    parts = plugin_layers(layers, kind)
     if value in (None, "none") or not parts:
         return None
     return f"{'none' if isinstance(value, str) else 'null'}, because the parameters of {', '.join(parts)} are unknown"

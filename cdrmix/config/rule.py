@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from cdrmix.config.nodes import Path
@@ -51,6 +51,12 @@ def known(kind: str) -> list[str]:
     """The built-in names of a kind, then those of plugins."""
     built_in = BUILT_IN.get(kind, ())
     return [*built_in, *(name for name in registered(kind) if name not in built_in)]
+
+
+def plugin_layers(mixers: Iterable[str], feed_forward: str) -> list[str]:
+    """The mixers and the feed-forward that plugins register."""
+    others = [name for name in mixers if name not in BUILT_IN["mixer"]]
+    return others if feed_forward in BUILT_IN["feed-forward"] else [*others, feed_forward]
 
 
 def registered_name(kind: str, name: str) -> Violation | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cdrmix.config.rule import BUILT_IN, Rule
+from cdrmix.config.rule import Rule, plugin_layers
 from cdrmix.config.schema_layers import Bigrams
 
 WIDTHS = (
@@ -57,8 +57,7 @@ def _slices_of_heads(
 
 
 def _of_plugins(processes: int, mixers: Mapping[str, list[int]], feed_forward: str) -> str | None:
-    others = [name for name in mixers if name not in BUILT_IN["mixer"]]
-    others += [] if feed_forward in BUILT_IN["feed-forward"] else [feed_forward]
+    others = plugin_layers(mixers, feed_forward)
     if processes == 1 or not others:
         return None
     return f"1 with {others[0]} of a plugin, which would take its part of a row or a layer for the whole"

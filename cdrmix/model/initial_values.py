@@ -86,7 +86,8 @@ def orthogonal(gain: float) -> Draw:
 
 @dataclass(frozen=True)
 class InitialValues:
-    """The values that a parameter without memory is to have.
+    """The values that a parameter without memory is to have. They are those of numpy's `Generator`, and another version
+    of numpy may have others (NEP 19).
 
     shape: of the whole parameter. whole: it is one tile. kept: the indices that the process holds along a dimension;
     along the others it holds all.
@@ -98,14 +99,15 @@ class InitialValues:
     kept: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
 
     def keeping(self, dim: int, indices: Tensor) -> InitialValues:
-        """Those at some indices along a dimension that was whole."""
+        """Those at some indices along a dimension that was whole. indices: int64, ascending, on the CPU."""
         assert dim not in self.kept, "a parameter is divided once along a dimension"
         assert dim >= 0, "a dimension is counted from the first"
         assert (indices.diff() > 0).all(), "indices ascend"
         return replace(self, kept={**self.kept, dim: indices.numpy()})
 
     def values(self, key: int, dtype: torch.dtype) -> Tensor:
-        """The values that are kept, on the CPU. key: of 128 bits."""
+        """The values that are kept, on the CPU. key: of 128 bits. dtype: those of 16 bits are drawn in float32 and
+        rounded."""
         *leading, width = self.shape
         height = math.prod(leading)
         rows, columns = np.arange(height).reshape(leading), np.arange(width)
@@ -147,10 +149,11 @@ def without_values() -> Iterator[None]:
 
 
 def drawn(draw: Draw, *shape: int, whole: bool = False) -> nn.Parameter:
-    """A parameter with drawn values. Outside of `without_values` they come from torch's global generator; under
-    `torch.device("meta")` there are none.
+    """A parameter of the default dtype with drawn values. Outside of `without_values` they come from torch's global
+    generator; under `torch.device("meta")` there are none.
 
-    whole: the values depend on one another, so a process draws all, also where it holds only some.
+    shape: of at least one dimension. whole: the values depend on one another, so a process draws all, also where it
+    holds only some.
     """
     empty = nn.Parameter(torch.empty(shape, device="meta" if _postponed.get() else None))
     initial = InitialValues(empty.shape, draw, whole)
@@ -162,12 +165,15 @@ def drawn(draw: Draw, *shape: int, whole: bool = False) -> nn.Parameter:
 
 
 def seed_of_values() -> int:
-    """A seed for `fill`, from torch's global generator."""
-    return int(torch.randint(1 << 62, (), device="cpu"))
+    """A seed for `fill`, from torch's global generator; 0 under `torch.device("meta")`, where it is not needed."""
+    return 0 if torch.empty(0).is_meta else int(torch.randint(1 << 62, (), device="cpu"))
 
 
 def narrowed(parameter: nn.Parameter, dim: int, indices: Tensor) -> nn.Parameter:
-    """A parameter with the elements at some indices along a dimension. indices: int64, on the CPU."""
+    """A new parameter with the elements at some indices along a dimension, without other attributes of the given one.
+
+    indices: int64, ascending, on the CPU.
+    """
     initial: InitialValues | None = _initial_values.get(parameter)
     if not parameter.is_meta:
         return nn.Parameter(parameter.detach().index_select(dim, indices.to(parameter.device)))

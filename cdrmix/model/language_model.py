@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
-from cdrmix.config.rule import BUILT_IN
+from cdrmix.config.rule import plugin_layers
 from cdrmix.config.schema import Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.bigrams import BigramEmbedding, tokens_before, with_last_token
@@ -103,10 +103,10 @@ class LanguageModel(nn.Module):
 
         seed = seed_of_values()
         # A plugin may change parameters after it has made them, so they need their values at once.
-        foreign = not {*config.mixers, config.feed_forward.kind} <= {*BUILT_IN["mixer"], *BUILT_IN["feed-forward"]}
+        at_once = bool(plugin_layers(config.mixers, config.feed_forward.kind))
 
         def made(name: str, make: Callable[[], Part]) -> Part:
-            with nullcontext() if foreign else without_values():
+            with nullcontext() if at_once else without_values():
                 part = make()
             if tensor is not None:
                 divide(part, tensor)

@@ -10,8 +10,8 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -185,53 +185,51 @@ class Skips:
         )
 
 
-def _is_exhausted(error: Exception) -> bool:
-    """Whether memory of the device or the host is exhausted: for tensors, Python's objects or mapped files."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    exhausted = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return exhausted or "can't allocate memory" in str(error) or "unable to mmap" in str(error)
-
-
 @contextmanager
-def memory_guard_after_training(run: Path) -> Iterator[None]:
-    """Turns memory that the evaluation or the export at the end exhausts into OutOfMemoryError."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError, OSError) as error:
-        if not _is_exhausted(error):
-            raise
-        raise OutOfMemoryError(
-            "the evaluation or the export after the training does not fit in memory: the first process needs the whole "
-            "model. The training is complete, and its checkpoints are kept. Continue where there is more memory, with "
-            f"--resume {run}. The failed request: {str(error) or type(error).__name__}"
-        ) from error
-
-
-@contextmanager
-def memory_guard(config: Config, *, in_rows: bool) -> Iterator[None]:
-    """Turns exhausted memory, of the device or host, into OutOfMemoryError that names the keys to change.
-
-    in_rows: micro-batches of train.micro_batch_rows rows may have taken it. Then the launcher is told that fewer rows
-    may help.
-    """
+def _guarded(message: Callable[[], str]) -> Iterator[None]:
+    """Turns exhausted memory, of the device or host, into OutOfMemoryError with the message and the failed request."""
     try:
         yield
     except OutOfMemoryError:  # of a guard in this one
         raise
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError, OSError) as error:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         text = str(error)
-        if not _is_exhausted(error):
+        allocated = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text
+        mapped = "unable to mmap" in text and os.strerror(errno.ENOMEM) in text
+        if not allocated and not mapped:
             raise
+        request = text.splitlines()[0] if text else type(error).__name__
+        raise OutOfMemoryError(f"{message()} The failed request: {request}") from error
+
+
+def memory_guard_after_training(run: Path) -> AbstractContextManager[None]:
+    """Turns memory that the evaluation or the export at the end exhausts into OutOfMemoryError."""
+    return _guarded(
+        lambda: (
+            "the evaluation or the export after the training does not fit in memory: the first process needs the whole "
+            "model. The training is complete, and its checkpoints are kept. Continue where there is more memory, with "
+            f"--resume {run}."
+        )
+    )
+
+
+def memory_guard(config: Config, *, in_rows: bool) -> AbstractContextManager[None]:
+    """Turns memory that the training exhausts into OutOfMemoryError that names the keys to change.
+
+    in_rows: micro-batches of train.micro_batch_rows rows may have taken it. Then the launcher is told that fewer rows
+    may help.
+    """
+
+    def message() -> str:
         train, continues = config.train, ""
         if in_rows and train.micro_batch_rows > 1:
-            note_exhausted()
+            note_exhausted()  # tells the launcher
             rows, parts = fewer_rows(train.micro_batch_rows, train.micro_batch_parts)
             continues = (
                 f"; this run continues with train.micro_batch_rows={rows} train.micro_batch_parts={parts}, which "
                 "--max-restarts sets"
             )
-        raise OutOfMemoryError(
+        return (
             "a training step does not fit in memory. Each of these reduces it: "
             f"train.micro_batch_rows (now {train.micro_batch_rows}{continues}), "
             f"train.activation_checkpointing: true (now {str(train.activation_checkpointing).lower()}), "
@@ -240,6 +238,7 @@ def memory_guard(config: Config, *, in_rows: bool) -> Iterator[None]:
             f"train.sequence_parallel: above 1 with several processes, for long rows (now {train.sequence_parallel}), "
             f"train.tensor_parallel: above 1 with several GPUs of one machine (now {train.tensor_parallel}), "
             f"train.pipeline_parallel: above 1 with several processes (now {train.pipeline_parallel}), "
-            f"train.offload: optimizer or all, on a GPU (now {train.offload}). "
-            f"The failed request: {text.splitlines()[0] if text else type(error).__name__}"
-        ) from error
+            f"train.offload: optimizer or all, on a GPU (now {train.offload})."
+        )
+
+    return _guarded(message)

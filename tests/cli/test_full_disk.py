@@ -14,7 +14,7 @@ from cdrmix.inference.checkpoints import list_checkpoints, verify_checkpoint
 from cdrmix.run_folder import read_metrics
 
 # The disk is in memory, and exists for the processes of one namespace of mounts.
-NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "--fork", "--kill-child"]
 SCRIPT = """
 disk=$1 kept=$2; shift 2
 mount -t tmpfs -o size=3m tmpfs "$disk" || exit 1

@@ -179,7 +179,7 @@ def test_a_defect_that_comes_again_ends_the_run(
 
 
 @pytest.mark.parametrize(
-    "text", ["[enforce fail] can't allocate memory", f"unable to mmap: {os.strerror(errno.ENOMEM)}"]
+    "text", ["[enforce fail] can't allocate memory", f"unable to mmap 8 bytes: {os.strerror(errno.ENOMEM)}"]
 )
 def test_memory_that_the_evaluation_at_the_end_exhausts(
     arguments: Callable[..., list[str]],

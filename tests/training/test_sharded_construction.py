@@ -27,6 +27,7 @@ def test_no_process_holds_a_whole_parameter(work, tmp_path: Path, hybrid: tuple[
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1300)  # the processes construct one after another
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the peak of a process's memory, of Linux")
 def test_eight_processes_make_two_blocks_of_the_largest_model(work, tmp_path: Path) -> None:
     """core-200b at full width, 14.8e9 parameters, divided as its configuration says: 8 processes compute each layer."""
