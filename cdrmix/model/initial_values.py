@@ -123,10 +123,10 @@ class InitialValues:
 
         def draw(tile: tuple[_Run, _Run]) -> None:
             (down, of_rows), (across, of_columns) = tile
-            drawn = np.empty((min(tall, height - down * tall), min(wide, width - across * wide)), values.dtype)
-            self.draw(np.random.Generator(np.random.Philox(key=key, counter=[0, 0, down, across])), drawn)
+            numbers = np.empty((min(tall, height - down * tall), min(wide, width - across * wide)), values.dtype)
+            self.draw(np.random.Generator(np.random.Philox(key=key, counter=[0, 0, down, across])), numbers)
             kept = np.ix_(rows[of_rows] - down * tall, columns[of_columns] - across * wide)
-            values[of_rows, of_columns] = drawn[kept]
+            values[of_rows, of_columns] = numbers[kept]
 
         tiles = list(itertools.product(_runs(rows // tall), _runs(columns // wide)))
         if len(tiles) < 2:  # in this thread: `orthogonal` sets its number of threads
