@@ -20,10 +20,12 @@ import torch
 
 from cdrmix.config.schema import Config
 from cdrmix.model.block import Block
+from cdrmix.model.context import Context, make_context
 from cdrmix.model.depth import DepthRouter, move_biases
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.mixers.attention import Attention
+from cdrmix.model.skipping import mix_kept
 
 CORE_TINY = Path(__file__).parents[1] / "configs" / "cdrmix-core-tiny.yaml"
 CAPACITIES = (None, 1.0, 0.75, 0.5, 0.25)
@@ -78,24 +80,22 @@ def feed_forward(capacity: float | None, overrides: list[str]) -> Callable[[], N
     block: Any = made(capacity, overrides).blocks[1]
     x = torch.randn(1, TOKENS, block.mixer_norm.weight.numel(), requires_grad=True)
     router = settled(block, x, "feed_forward")
+    context = context_of(block, x)
 
     def call() -> None:
         gate = [] if router is None else [router.gate(x.flatten(0, 1))]
-        block.feed_forward(x, None, None, *gate).y.sum().backward()
+        block.feed_forward(x, context, None, *gate).y.sum().backward()
 
     return call
 
 
 def attention(capacity: float | None, overrides: list[str]) -> Callable[[], None]:
     """The last block, attention, without its feed-forward's norm and residual sum: the mixer with its decision."""
-    from cdrmix.model.context import make_context
-    from cdrmix.model.skipping import mix_kept
-
     block: Any = made(capacity, overrides).blocks[-1]
     assert isinstance(block.mixer, Attention)
     x = torch.randn(ROWS, TOKENS // ROWS, block.mixer_norm.weight.numel(), requires_grad=True)
     router = settled(block, x, "mixer")
-    context = make_context(block.config, *x.shape[:2], None, 0, x.device, attends=True, keep_cache=False)
+    context = context_of(block, x)
 
     def call() -> None:
         if router is None:
@@ -105,6 +105,11 @@ def attention(capacity: float | None, overrides: list[str]) -> Callable[[], None
         y.sum().backward()
 
     return call
+
+
+def context_of(block: Any, x: torch.Tensor) -> Context:
+    """The context of rows [B, T, D] of one document each."""
+    return make_context(block.config, *x.shape[:2], None, 0, x.device, attends=True, keep_cache=False)
 
 
 def settled(block: Block, x: torch.Tensor, branch: str) -> DepthRouter | None:
