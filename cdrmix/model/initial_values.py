@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from cdrmix.kernels.common.products import set_num_threads
@@ -150,7 +151,7 @@ def without_values() -> Iterator[None]:
 
 def drawn(draw: Draw, *shape: int, whole: bool = False) -> nn.Parameter:
     """A parameter of the default dtype with drawn values. Outside of `without_values` they come from torch's global
-    generator; under `torch.device("meta")` there are none.
+    generator; under `torch.device("meta")` and in a `FakeTensorMode` there are none.
 
     shape: of at least one dimension. whole: the values depend on one another, so a process draws all, also where it
     holds only some.
@@ -159,14 +160,14 @@ def drawn(draw: Draw, *shape: int, whole: bool = False) -> nn.Parameter:
     initial = InitialValues(empty.shape, draw, whole)
     if _postponed.get():
         _initial_values[empty] = initial
-    elif not empty.is_meta:
+    elif _has_values(empty):
         empty.data.copy_(initial.values(_key(seed_of_values(), ""), empty.dtype))
     return empty
 
 
 def seed_of_values() -> int:
-    """A seed for `fill`, from torch's global generator; 0 under `torch.device("meta")`, where it is not needed."""
-    return 0 if torch.empty(0).is_meta else int(torch.randint(1 << 62, (), device="cpu"))
+    """A seed for `fill`, from torch's global generator; 0 where tensors have no values, which need no seed."""
+    return int(torch.randint(1 << 62, (), device="cpu")) if _has_values(torch.empty(0)) else 0
 
 
 def narrowed(parameter: nn.Parameter, dim: int, indices: Tensor) -> nn.Parameter:
@@ -186,25 +187,33 @@ def narrowed(parameter: nn.Parameter, dim: int, indices: Tensor) -> nn.Parameter
 
 def fill(part: nn.Module, name: str, seed: int, each: Callable[[nn.Module], None] | None = None) -> None:
     """Replaces the parameters of a part of a model that have no memory by new ones, with their values, on the default
-    device; none if that is "meta".
+    device; none if that is "meta". In a `FakeTensorMode` the new ones are fake.
 
     name: of the part in the model. each: called with a module that has a single parameter, for each that was filled.
     """
-    device = torch.empty(0).device
-    if device.type == "meta":
+    like = torch.empty(0)
+    if like.is_meta:
         return
     for path, parameter in list(part.named_parameters()):
         initial: InitialValues | None = _initial_values.pop(parameter, None)
         if initial is None:
             continue
-        values = initial.values(_key(seed, f"{name}.{path}"), parameter.dtype).to(device)
+        if _has_values(like):
+            values = initial.values(_key(seed, f"{name}.{path}"), parameter.dtype).to(like.device)
+        else:
+            values = torch.empty_like(parameter, device=like.device)
         filled = nn.Parameter(values, parameter.requires_grad)
         del values  # else it is in memory while the next is drawn
-        filled.__dict__.update(parameter.__dict__)
+        for attribute, value in parameter.__dict__.items():
+            filled.__dict__.setdefault(attribute, value)  # a fake tensor has its own device there
         owner, _, leaf = path.rpartition(".")
         part.get_submodule(owner).register_parameter(leaf, filled)
         if each is not None:
             each(nn.ParameterList([filled]))
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _key(seed: int, name: str) -> int:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from cdrmix.config.schema import Model
 from cdrmix.config.schema_layers import Bigrams
@@ -112,6 +113,16 @@ def test_on_the_device_meta_there_are_no_values() -> None:
         fill(part, "part", 0)
         assert part.weight.is_meta
         assert drawn(normal(1.0), 3, 4).is_meta
+
+
+def test_fake_tensors_have_no_values(make_model: MakeModel) -> None:
+    config = make_model().config
+    with FakeTensorMode():
+        assert isinstance(drawn(normal(1.0), 3, 4), FakeTensor)
+        model = LanguageModel(config)
+        assert {(type(parameter), parameter.device) for parameter in model.parameters()} == {
+            (FakeTensor, torch.device("cpu"))
+        }
 
 
 def test_stages_of_a_pipeline_draw_their_parts_alone(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
