@@ -20,6 +20,7 @@ from cdrmix.cli_common import (
     add_checkpoint,
     add_device,
     add_model,
+    length_list,
     name_list,
     non_negative_integer,
     positive_integer,
@@ -356,6 +357,23 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     text = "keep committed chunks in a durable index in this folder; answer from all that was read into it"
     demo.add_argument("--memory", type=Path, metavar="FOLDER", help=text)
+    text = "ask a model about documents of several lengths, with each mechanism on and off"
+    evaluate = actions.add_parser("eval", help=text, description=text, allow_abbrev=False)
+    evaluate.set_defaults(command=commands.reason_eval, name="reason eval")
+    add_model(evaluate)
+    add_checkpoint(evaluate, "last")
+    add_device(evaluate)
+    text = (
+        "generated tasks by name, family or last part of the name (qa1, niah, recall), or your own questions as "
+        "jsonl:FILE (default: those that the memory agent was trained on)"
+    )
+    evaluate.add_argument("--tasks", "--task", type=name_list, metavar="A,B", help=text)
+    text = "tokens of a generated document (default 1k,4k; 1k is 1024)"
+    evaluate.add_argument("--lengths", type=length_list, default=[1024, 4096], metavar="1k,4k", help=text)
+    text = "questions of each task and length (default 50)"
+    evaluate.add_argument("--count", type=positive_integer, default=50, metavar="N", help=text)
+    evaluate.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the documents (default 1)")
+    evaluate.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 if __name__ == "__main__":

@@ -200,6 +200,23 @@ def reason_demo(options: argparse.Namespace) -> int:
     return 0
 
 
+def reason_eval(options: argparse.Namespace) -> int:
+    from cdrmix.hf.load import load_cdrmix
+    from cdrmix.reason.document_evaluation import evaluate_documents, table
+
+    choose_checkpoint(options)
+    rows = evaluate_documents(
+        load_cdrmix(options.model, chosen_device(options)),
+        options.tasks,
+        options.lengths,
+        count=options.count,
+        seed=options.seed,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    print(json.dumps([row._asdict() for row in rows], indent=2) if options.json else table(rows))
+    return 0
+
+
 def ablate(options: argparse.Namespace) -> int:
     from cdrmix.reason.experiments.ablation import run
 

@@ -10,13 +10,13 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard, lock_file, write_atomically
-from cdrmix.errors import ConfigError, DiskFullError, ShardError
+from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError
 
 PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors", "pydantic", "triton", "numba")
 
@@ -155,6 +155,11 @@ class RunFolder:
         return self.path / "digests.jsonl"
 
     @property
+    def rollouts(self) -> Path:
+        """With reasoning.rl.rollouts_every, rollouts of the policy phase as text: one JSON object on each line."""
+        return self.path / "rollouts.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -280,19 +285,28 @@ class RunFolder:
         with disk_guard(f"{self.faults}", "Free some space, then continue with --resume auto."):
             write_atomically(self.faults, "".join(json.dumps(each) + "\n" for each in [*kept, {"time": now, **fault}]))
 
+    def add_rollouts(self, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """Appends rollouts to rollouts.jsonl."""
+        if self.writes and rollouts:
+            with (
+                disk_guard(f"{self.rollouts}", "Free some space, then continue with --resume auto."),
+                self.rollouts.open("a", encoding="utf-8") as file,
+            ):
+                file.writelines(json.dumps(finite(each), ensure_ascii=False) + "\n" for each in rollouts)
+
     def drop_records_after(self, step: int, *, resumed: bool = True) -> None:
-        """Removes steps after `step` from faults.jsonl and digests.jsonl, since they are made again.
+        """Removes steps after `step` from faults.jsonl, digests.jsonl and rollouts.jsonl: they are made again.
 
         resumed: so are the rollbacks after it. False: the run itself goes back, and they stay.
         """
-        for path in (self.faults, self.digests):
+        for path in (self.faults, self.digests, self.rollouts):
             if self.writes and path.exists():
                 kept = [
                     each
                     for each in read_rows(path)
                     if each.get("step", 0) <= step or ("rollback" in each and not resumed)
                 ]
-                write_atomically(path, "".join(json.dumps(each) + "\n" for each in kept))
+                write_atomically(path, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in kept))
 
     def summary(self) -> dict[str, Any]:
         """The contents of metrics.json; {} if it is missing or incomplete."""
@@ -315,6 +329,20 @@ class RunFolder:
         """
         check_text(self.summary().get("text_fingerprint", fingerprint), fingerprint, self.path)
         self.update_summary({"text_fingerprint": fingerprint})
+
+    def keep_questions(self, fingerprint: str) -> None:
+        """Records the fingerprint of the questions that stage B of this run is trained on.
+
+        Raises CorpusError if the run began with others.
+        """
+        before = self.summary().get("questions_fingerprint", fingerprint)
+        if before != fingerprint:
+            raise CorpusError(
+                f"the questions have changed since this run began: {self.path} was trained on files with the"
+                f" fingerprint {before[:12]}, the current ones have {fingerprint[:12]}. Restore the former files, or"
+                " start a new run."
+            )
+        self.update_summary({"questions_fingerprint": fingerprint})
 
     def keep_tokenizer(self, source: Path) -> None:
         """Copies the tokenizer into the run, so that the run does not depend on the data cache.

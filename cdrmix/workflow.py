@@ -45,9 +45,9 @@ from cdrmix.plan.machine import machine_for
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.demo import demonstrate
-from cdrmix.reason.episodes import check_episodes
 from cdrmix.reason.evaluation import evaluate_stage_b
 from cdrmix.reason.session import Session
+from cdrmix.reason.sources import check_episodes, fingerprint_of_questions
 from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
@@ -110,6 +110,8 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
         shards = _prepare(config, run, world)
         if stage_b:
             check_episodes(config, shards.tokenizer)
+            if world.is_main_process and (questions := fingerprint_of_questions(config)):
+                run.keep_questions(questions)
         if load_base := _trained_base(config, shards):
             _first_process(world, lambda: _measure_before(config, run, shards, world.device, load_base))
         watcher = stack.enter_context(AttachedWatcher(run, config))

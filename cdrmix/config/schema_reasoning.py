@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cdrmix.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Text
+from cdrmix.config.section import (
+    Between0And1,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Paths,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+)
 
 
 class PlasticLora(Section):
@@ -112,6 +122,15 @@ class Rl(Section):
     """Turns whose tokens receive the advantage of the episode: all of them, or the last."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature of the rollouts."""
+    reward: Text = "exact"
+    """Reward of the memory agent's answer, from 0 to 1: exact, f1 or contains (of text without case, punctuation and
+    articles; the best of the right answers), likelihood (of the right answer's tokens after the memory, their geometric
+    mean), package:function, or the name of an entry point of the group cdrmix.rewards. Such a function gets the
+    question, the model's answer, and the row of the file as a mapping, and returns a number. Its group of rollouts is
+    dropped where it fails."""
+    rollouts_every: NonNegativeInt = 0
+    """Steps of the policy phase between two whose first group of rollouts is written to rollouts.jsonl in the run
+    folder, and shown in the report. 0: none is written."""
     task_weight: NonNegativeFloat = 1.0
     """Weight of a correct answer in the reward."""
     latency_weight: NonNegativeFloat
@@ -140,6 +159,42 @@ class EpisodesOfTask(Section):
     """Name of a task parameter to its value."""
     seed: NonNegativeInt = 1
     """Seed of the episodes."""
+
+
+class QuestionFiles(Section):
+    """Files of documents with questions. Each line is an object with a context, a question and its answers."""
+
+    kind: Literal["jsonl"]
+    """Kind of the files: JSON Lines."""
+    paths: Paths
+    """Files, folders and patterns. Files may end in .gz or .zst."""
+    context_field: Text = "context"
+    """Field with the document."""
+    question_field: Text = "question"
+    """Field with the question."""
+    answers_field: Text = "answers"
+    """Field with the right answer, or a list of right answers. The model is trained on the first."""
+    facts_field: Text = "facts"
+    """Field with a list of passages of the document that an answer needs, which the demonstrations of the phase
+    imitation keep in the memory. Capture and retention are measured by them. It may be missing."""
+    memories_field: Text = "memories"
+    """Field with a list of the memory's text after each chunk, as demonstrations in place of facts. It may be
+    missing."""
+    held_out: Between0And1 = 0.1
+    """Share of the documents that are kept for the evaluation, with all their questions."""
+
+
+class EpisodesOfDocuments(EpisodesOfTask):
+    """As EpisodesOfTask, or your own documents."""
+
+    task: Text = "chunk_recall"
+    """Name of the task, if there is no section data."""
+    data: QuestionFiles | None = None
+    """Files of documents with questions, in place of the task. null: the task's documents."""
+    question_tokens: PositiveInt | None = None
+    """Tokens of the longest question. null: 64 with a section data, else that of 64 generated ones and 4 more."""
+    answer_tokens: PositiveInt | None = None
+    """Tokens of the longest answer. null: 64 with a section data, else that of 64 generated ones and 4 more."""
 
 
 class Phase(Section):
@@ -190,6 +245,8 @@ class Policy(Phase):
 
     chunks: PositiveInt | None = None
     """Chunks of an episode. null: reasoning.agent.chunks."""
+    rollout_rows: PositiveInt | None = None
+    """Rollouts that a process makes at once, in whole groups: fewer need less memory. null: all of a step."""
 
 
 class OperationsImitation(Phase):
@@ -254,11 +311,11 @@ class Reasoning(Section):
     controller: Controller
     memory: Memory
     rl: Rl
-    plasticity: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="chunk_recall"))
+    plasticity: EpisodesOfDocuments = Field(default_factory=EpisodesOfDocuments)
     """Episodes of the phase plasticity."""
     acceptance: EpisodesOfTask | None = None
     """Episodes of the phase acceptance. null: those of plasticity."""
-    agent: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="chunk_recall"))
+    agent: EpisodesOfDocuments = Field(default_factory=EpisodesOfDocuments)
     """Episodes of the memory agent."""
     operations: EpisodesOfTask = Field(default_factory=lambda: EpisodesOfTask(task="hops"))
     """Episodes of the operations."""

@@ -14,13 +14,14 @@ from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent import imitation as _imitation  # noqa: F401  # these register their phases
 from cdrmix.reason.agent import policy as _policy  # noqa: F401
 from cdrmix.reason.controller import acceptance as _acceptance  # noqa: F401
-from cdrmix.reason.episodes import EpisodeSource, source_of
+from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.heads import ControllerHeads, OperationHeads, Summariser
 from cdrmix.reason.joint import JointPhase
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations import phase as _operations  # noqa: F401
 from cdrmix.reason.phase import PHASES, Phase
 from cdrmix.reason.plasticity import phase as _plasticity  # noqa: F401
+from cdrmix.reason.sources import source_of
 from cdrmix.training.build import narrow_residual
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.expert_parallel import expert_layer

@@ -10,8 +10,10 @@ from cdrmix.data.tasks import TASKS, episode
 from cdrmix.data.tasks.example import listed
 from cdrmix.errors import ConfigError
 from cdrmix.inference.load import Loaded
+from cdrmix.reason.documents import DocumentEpisodes
 from cdrmix.reason.episodes import FIRST_HELD_OUT
 from cdrmix.reason.session import Answers, Session, describe, reader_of_text
+from cdrmix.reason.sources import source_of
 
 Say = Callable[[str], None]
 CHARACTERS_A_TOKEN = 3  # an estimate for generated documents, which gives them about the wanted number of chunks
@@ -90,9 +92,13 @@ def _read_and_answer(reader: Session, text: str, session: Path | None, expected:
 
 
 def generated(loaded: Loaded, chunks: int, number: int) -> tuple[str, str, str]:
-    """A generated document that no phase trained on, its question and its answer."""
+    """A document that no phase trained on, its question and its answer: generated, or of the configured files."""
     reasoning = reader_of_text(loaded)
     section = reasoning.agent
+    source = source_of(section, reasoning.chunk, loaded.tokenizer)
+    if isinstance(source, DocumentEpisodes):
+        held_out = source.document(FIRST_HELD_OUT + number, chunks)
+        return held_out.context, held_out.question, held_out.answers[0]
     characters = chunks * reasoning.chunk * CHARACTERS_A_TOKEN
     level = TASKS[section.task].standard.changed({**section.difficulty, "chunks": chunks, "characters": characters})
     made = episode(section.task, section.seed, FIRST_HELD_OUT + number, level)

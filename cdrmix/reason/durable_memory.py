@@ -23,7 +23,7 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError, MemoryLogError
 from cdrmix.model.decoding import prefill
-from cdrmix.reason.episodes import Episodes, EpisodeSource, source_of
+from cdrmix.reason.episodes import Episodes, EpisodeSource
 from cdrmix.reason.memory.episode_log import LOG, NEVER, Floats
 from cdrmix.reason.memory.episodic_index import EpisodicIndex
 from cdrmix.reason.memory.kept_episodes import Hit, Staged
@@ -31,6 +31,7 @@ from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations.rollout import Reader
 from cdrmix.reason.operations.windows import Window, Windows
 from cdrmix.reason.rl.rollout import decode
+from cdrmix.reason.sources import source_of
 
 MODEL = "model.json"  # identifies the model of the memory
 

@@ -6,15 +6,14 @@ T tokens of a probe.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.data.tasks import IGNORED, Filler, known_task
 from cdrmix.data.tasks import episode as text_episode
 from cdrmix.data.tasks import episodes as tokens
@@ -42,10 +41,10 @@ class Marks(NamedTuple):
 
 
 class Episodes(NamedTuple):
-    """A batch, int64 on the CPU, padded with `pad` of its source.
+    """A batch, int64 on the CPU, padded with `pad` of its source. A chunk of padding alone is not read.
 
-    facts_BFW: the tokens that a memory keeps of each fact. fact_chunk_BF: the chunk that contains it. asked_BF, bool:
-    whether the answer needs it. good_BN, bool: whether the statements of a chunk are true.
+    facts_BFW: the tokens that a memory keeps of each fact. fact_chunk_BF: the chunk that contains it, -1: none.
+    asked_BF, bool: whether the answer needs it. good_BN, bool: whether the statements of a chunk are true.
     """
 
     question_BQ: Tensor
@@ -55,6 +54,14 @@ class Episodes(NamedTuple):
     fact_chunk_BF: Tensor
     asked_BF: Tensor
     good_BN: Tensor
+
+
+class Asked(NamedTuple):
+    """A question and the right answers to it as text. row: what else a reward function is told of them."""
+
+    question: str
+    answers: tuple[str, ...]
+    row: Mapping[str, Any]
 
 
 class Probe(NamedTuple):
@@ -75,9 +82,24 @@ class EpisodeSource(Protocol):
     question: int
     answer: int
     least_chunks: int  # the fewest chunks that hold the facts
+    own_lengths: bool  # documents have the lengths they have, at most the chunks that are asked for
+
+    @property
+    def held_out(self) -> int | None:
+        """The number of episodes from FIRST_HELD_OUT on that differ; None: without limit."""
 
     def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
-        """Episodes of `chunks` chunks; numbers from FIRST_HELD_OUT on are not trained on."""
+        """Episodes of `chunks` chunks, documents of at most so many; numbers from FIRST_HELD_OUT on are not trained
+        on."""
+
+    def questions(self, numbers: Sequence[int], chunks: int) -> list[Asked] | None:
+        """The questions of these episodes as text; None for episodes in token ids."""
+
+    def memories(self, numbers: Sequence[int], chunks: int) -> Tensor | None:
+        """Demonstrated memories after each chunk, int64 [B, N, M], padded; None: there are facts instead."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Token ids, without padding and marks, as text."""
 
     def probe(self, episodes: Episodes) -> Probe:
         """The questions of episodes as probes."""
@@ -88,6 +110,8 @@ class TokenSource:
 
     difficulty: values by name; names that are not given have the standard values of the kind.
     """
+
+    held_out, own_lengths = None, False
 
     def __init__(self, kind: str, seed: int, chunk: int, difficulty: Mapping[str, bool | int | float | str]) -> None:
         if kind not in tokens.GENERATORS.names():
@@ -108,6 +132,16 @@ class TokenSource:
         made = tokens.token_episodes(self.kind, self.seed, numbers, self.difficulty, chunks, self.chunk)
         return Episodes(*(torch.from_numpy(array.copy()) for array in made))
 
+    def questions(self, numbers: Sequence[int], chunks: int) -> None:
+        """None: there is no text."""
+
+    def memories(self, numbers: Sequence[int], chunks: int) -> None:
+        """None: there are facts."""
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The numbers of the ids."""
+        return " ".join(str(token) for token in ids if token != self.pad and token not in self.marks)
+
     def probe(self, episodes: Episodes) -> Probe:
         """`key ? key ? ...` with values as targets at the keys, or [question | ANSWER | answer]."""
         if not self.probed:
@@ -117,12 +151,52 @@ class TokenSource:
         return Probe(episodes.question_BQ, targets)
 
 
-class TextSource:
-    """Episodes of text by a tokenizer. Marks are bytes that do not occur in UTF-8, so no text contains them.
+class TextEpisodes(ABC):
+    """Episodes of text by a tokenizer. Marks are bytes that do not occur in UTF-8, so no text contains them."""
+
+    question: int  # widths in tokens
+    answer: int
+
+    def __init__(self, tokenizer: TextTokenizer, chunk: int) -> None:
+        self.tokenizer, self.chunk = tokenizer, chunk
+        self.vocab_size = tokenizer.vocab_size
+        byte_ids = _ids_of_bytes(tokenizer, range(0xF8, 0x100))
+        self.pad, self.marks = byte_ids[0xFF], Marks(*(byte_ids[byte] for byte in range(0xF8, 0xFE)))
+        self._encoded = lru_cache(maxsize=1 << 17)(tokenizer.encode)
+
+    @abstractmethod
+    def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
+        """As of EpisodeSource."""
+
+    @abstractmethod
+    def questions(self, numbers: Sequence[int], chunks: int) -> list[Asked]:
+        """As of EpisodeSource."""
+
+    def memories(self, numbers: Sequence[int], chunks: int) -> Tensor | None:
+        """None: there are facts."""
+        return None
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids, without padding and marks. Bytes that are not UTF-8 are replaced."""
+        kept = [token for token in ids if token != self.pad and token not in self.marks]
+        return self.tokenizer.decode_bytes(kept).decode("utf-8", errors="replace").strip()
+
+    def probe(self, episodes: Episodes) -> Probe:
+        """[question | ANSWER | answer | END], without gaps."""
+        return _probe(episodes, self.pad, self.marks, end=True)
+
+    def _padded(self, ids: Sequence[int], width: int) -> Tensor:
+        return torch.tensor([*ids, *[self.pad] * (width - len(ids))], dtype=torch.int64)
+
+
+class TextSource(TextEpisodes):
+    """Episodes of a generated task that has chunks.
 
     Chunks are padded to their width. Sentences without facts are left out where they do not fit. chunks: the number of
-    chunks of the sample, whose widths all episodes have.
+    chunks of the sample, whose widths all episodes have. question, answer: widths in place of the sample's.
     """
+
+    held_out, own_lengths, least_chunks = None, False, 1
 
     def __init__(
         self,
@@ -133,30 +207,34 @@ class TextSource:
         tokenizer: TextTokenizer,
         filler: Filler | None = None,
         chunks: int = 4,
+        *,
+        question: int | None = None,
+        answer: int | None = None,
     ) -> None:
         known = known_task(task)
         if known.episode is None:
             raise ConfigError(f"tasks: {task!r} has no chunks, which stage B reads one at a time; chunk_recall has")
-        self.task, self.seed, self.chunk = task, seed, chunk
-        self.tokenizer, self.filler = tokenizer, filler
+        super().__init__(tokenizer, chunk)
+        self.task, self.seed, self.filler = task, seed, filler
         self.difficulty = known.standard.changed(difficulty)
-        self.vocab_size, self.least_chunks = tokenizer.vocab_size, 1
-        byte_ids = _ids_of_bytes(tokenizer, range(0xF8, 0x100))
-        self.pad, self.marks = byte_ids[0xFF], Marks(*(byte_ids[byte] for byte in range(0xF8, 0xFE)))
-        self._encoded = lru_cache(maxsize=1 << 17)(tokenizer.encode)
         sample = [self._texts(number, chunks) for number in range(SAMPLE)]
-        self.question = MARGIN + max(len(self._encoded(f" {text.question}")) for text in sample)
-        self.answer = MARGIN + max(len(self._encoded(f" {text.answer}")) for text in sample)
+        self.question = question or MARGIN + max(len(self._encoded(f" {text.question}")) for text in sample)
+        self.answer = answer or MARGIN + max(len(self._encoded(f" {text.answer}")) for text in sample)
         self.fact = MARGIN + max(len(self._fact(*fact[:2])) for text in sample for fact in text.facts)
+        self._fitting = lru_cache(maxsize=1 << 12)(self._episode)
 
     def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
         """Episodes `numbers` of `chunks` chunks. Raises ConfigError where facts do not fit their chunk."""
-        made = [self._episode(number, chunks) for number in numbers]
+        made = [self._fitting(number, chunks)[0] for number in numbers]
         return Episodes(*(torch.stack(column) for column in zip(*made, strict=True)))
 
-    def probe(self, episodes: Episodes) -> Probe:
-        """[question | ANSWER | answer | END], without gaps."""
-        return _probe(episodes, self.pad, self.marks, end=True)
+    def questions(self, numbers: Sequence[int], chunks: int) -> list[Asked]:
+        """The questions of these episodes, which have one right answer."""
+        texts = [self._fitting(number, chunks)[1] for number in numbers]
+        return [
+            Asked(text.question, (text.answer,), {"task": self.task, "facts": [list(fact) for fact in text.facts]})
+            for text in texts
+        ]
 
     def _texts(self, number: int, chunks: int) -> Episode:
         characters = chunks * self.chunk * CHARACTERS_A_TOKEN
@@ -166,8 +244,8 @@ class TextSource:
     def _fact(self, key: str, value: str) -> list[int]:
         return self._encoded(f" {key} {value}")
 
-    def _episode(self, number: int, chunks: int) -> tuple[Tensor, ...]:
-        """One episode: the first that fits the widths, of ATTEMPTS episodes derived from `number`."""
+    def _episode(self, number: int, chunks: int) -> tuple[tuple[Tensor, ...], Episode]:
+        """One episode and its text: the first that fits the widths, of ATTEMPTS episodes derived from `number`."""
         for attempt in range(ATTEMPTS):
             text = self._texts(number + (attempt << 50), chunks)
             rows = [self._chunk(text, index) for index in range(chunks)]
@@ -175,7 +253,7 @@ class TextSource:
             facts = [self._fact(fact.key, fact.value) for fact in text.facts]
             fits = len(question) <= self.question and len(answer) <= self.answer
             if fits and all(len(row) <= self.chunk for row in rows) and all(len(fact) <= self.fact for fact in facts):
-                return (
+                tensors = (
                     self._padded(question, self.question),
                     torch.stack([self._padded(row, self.chunk) for row in rows]),
                     self._padded(answer, self.answer),
@@ -184,6 +262,7 @@ class TextSource:
                     torch.tensor([fact in text.asked for fact in text.facts]),
                     torch.tensor([index not in text.bad for index in range(chunks)]),
                 )
+                return tensors, text
         raise ConfigError(
             f"reasoning: {self.task}'s facts do not fit chunks of {self.chunk} tokens; make reasoning.chunk larger, or "
             "set fewer pairs in the difficulty"
@@ -201,61 +280,6 @@ class TextSource:
                 left -= 0 if has_fact else len(ids)
                 row += ids
         return row
-
-    def _padded(self, ids: Sequence[int], width: int) -> Tensor:
-        return torch.tensor([*ids, *[self.pad] * (width - len(ids))])
-
-
-def source_of(
-    section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | None = None, filler: Filler | None = None
-) -> TokenSource | TextSource:
-    """The source of a section of the configuration. Text needs the run's tokenizer."""
-    if section.tokens:
-        return TokenSource(section.task, section.seed, chunk, section.difficulty)
-    if tokenizer is None:
-        raise ConfigError(f"reasoning: {section.task} is text, and there is no tokenizer; set its tokens: true")
-    return TextSource(section.task, section.seed, chunk, section.difficulty, tokenizer, filler, section.chunks)
-
-
-def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> None:
-    """Makes one episode of every task that a phase trains, at each number of chunks, to find mistakes before training.
-
-    tokenizer: None leaves out the check that text fits the chunks. Raises ConfigError that names the section.
-    """
-    reasoning = config.reasoning
-    assert reasoning is not None
-    phases = reasoning.phases
-    # plasticity's episodes have 2 chunks and more (those in token ids as many as hold the facts)
-    fewest = [] if reasoning.plasticity.tokens else [min(2, reasoning.plasticity.chunks)]
-    policy = [phases.policy.chunks] if phases.policy.chunks else []
-    used = {
-        "plasticity": (reasoning.plasticity, fewest, phases.plasticity.steps),
-        "acceptance": (reasoning.acceptance or reasoning.plasticity, [], phases.acceptance.steps),
-        "agent": (reasoning.agent, policy, phases.imitation.steps + phases.policy.steps),
-        "operations": (reasoning.operations, [], phases.operations_imitation.steps + phases.operations.steps),
-    }
-    for name, (section, others, steps) in used.items():
-        for chunks in sorted({section.chunks, *others, *reasoning.evaluation.chunks}) if steps else ():
-            try:
-                _check_one(section, reasoning.chunk, chunks, config.cdrmix_model.vocab_size, tokenizer)
-            except ConfigError as error:
-                raise ConfigError(f"reasoning.{name}, an episode of {chunks} chunks: {error}") from error
-
-
-def _check_one(
-    section: EpisodesOfTask, chunk: int, chunks: int, vocabulary: int, tokenizer: TextTokenizer | None
-) -> None:
-    if tokenizer is None and not section.tokens:
-        known = known_task(section.task)
-        if known.episode is not None:
-            text_episode(
-                section.task, section.seed, 0, known.standard.changed({**section.difficulty, "chunks": chunks})
-            )
-            return
-    source = source_of(section, chunk, tokenizer)
-    if source.vocab_size > vocabulary:
-        raise ConfigError(f"{section.task} has {source.vocab_size} ids; model.vocab_size is {vocabulary}")
-    source.batch([0], chunks)
 
 
 def _probe(episodes: Episodes, pad: int, marks: Marks, *, end: bool) -> Probe:

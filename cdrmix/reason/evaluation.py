@@ -8,16 +8,17 @@ from typing import Any
 import torch
 
 from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import EpisodesOfTask
+from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.reason.agent import agent
 from cdrmix.reason.controller import acceptance
 from cdrmix.reason.controller.controller import Controller, always, by_head, never
-from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, source_of
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations import phase as operations
 from cdrmix.reason.operations.rollout import Reader
 from cdrmix.reason.plasticity import phase as plasticity
+from cdrmix.reason.sources import source_of
 
 
 @torch.no_grad()
@@ -39,15 +40,18 @@ def evaluate_stage_b(
         return source_of(task, reasoning.chunk, tokenizer)
 
     measure_of: dict[str, Callable[[int], dict[str, float]]] = {}
+    lengths_of: dict[str, list[int]] = {}
     if phases.plasticity.steps:
         plasticity_source = source(reasoning.plasticity)
 
         def measure_plasticity(chunks: int) -> dict[str, float]:
             changes = {"off": plasticity.zeroed, "swapped": plasticity.swapped}
-            measured = plasticity.accuracy(model.language_model, plasticity_source, carry, chunks, numbers, changes)
+            asked = _limited(numbers, plasticity_source)
+            measured = plasticity.accuracy(model.language_model, plasticity_source, carry, chunks, asked, changes)
             return {"on": measured.pop("accuracy"), **measured}
 
         measure_of["plasticity"] = measure_plasticity
+        lengths_of["plasticity"] = _lengths(reasoning.plasticity, section.chunks)
     if phases.acceptance.steps and model.controller is not None:
         acceptance_source = source(reasoning.acceptance or reasoning.plasticity)
         controller, head = Controller(model.language_model, reasoning), by_head(model.controller)
@@ -64,12 +68,16 @@ def evaluate_stage_b(
         window, budget = agent.Window.of(reasoning, agent_source), reasoning.controller.step_budget
 
         def measure_agent(chunks: int) -> dict[str, float]:
-            arguments = (model.language_model, window, agent_source, numbers, chunks)
+            arguments = (model.language_model, window, agent_source, _limited(numbers, agent_source), chunks)
             on = agent.evaluate(*arguments, step_budget=budget)
             off = agent.evaluate(*arguments, step_budget=budget, last_only=True)
-            return {"on": on.matched, "off": off.matched, "capture": on.capture, "retention": on.retention}
+            held = {"capture": on.capture, "retention": on.retention}
+            if agent_source.own_lengths:  # answers of any length, in any words: not compared token by token
+                return {"on": on.f1, "off": off.f1, "exact": on.exact, "exact off": off.exact, **held}
+            return {"on": on.matched, "off": off.matched, **held}
 
         measure_of["agent"] = measure_agent
+        lengths_of["agent"] = _lengths(reasoning.agent, section.chunks)
     if phases.operations.steps or phases.operations_imitation.steps:
         operations_source = source(reasoning.operations)
         without = reasoning.model_copy(update={"memory": reasoning.memory.model_copy(update={"episodic": False})})
@@ -82,12 +90,22 @@ def evaluate_stage_b(
         measure_of["operations"] = measure_operations
     model.eval()
     measured: dict[str, dict[str, dict[str, float]]] = {}
-    lengths = ", ".join(map(str, section.chunks))
     for name, measure in measure_of.items():
-        say(f"Measuring {name}, on and off: {section.episodes} episodes of {lengths} chunks each")
-        measured[name] = {str(chunks): measure(chunks) for chunks in section.chunks}
+        lengths = lengths_of.get(name, section.chunks)
+        say(f"Measuring {name}, on and off: {section.episodes} episodes of {', '.join(map(str, lengths))} chunks each")
+        measured[name] = {str(chunks): measure(chunks) for chunks in lengths}
         say(table(name, measured[name]))
     return measured
+
+
+def _limited(numbers: range, source: EpisodeSource) -> range:
+    """Not more held-out episodes than a source has."""
+    return numbers if source.held_out is None else numbers[: source.held_out]
+
+
+def _lengths(section: EpisodesOfDocuments, chunks: list[int]) -> list[int]:
+    """The numbers of chunks to measure at: documents of files have their own lengths, up to the configured one."""
+    return chunks if section.data is None else [section.chunks]
 
 
 def table(name: str, curve: Mapping[str, Mapping[str, Any]]) -> str:

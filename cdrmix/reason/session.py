@@ -30,8 +30,9 @@ from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.controller.controller import Controller, Group, configured
 from cdrmix.reason.durable_memory import DurableMemory
-from cdrmix.reason.episodes import EpisodeSource, source_of
+from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.rl.rollout import decode
+from cdrmix.reason.sources import source_of
 
 FORMAT = "cdrmix session 2"  # 2: adds the number of memory changes, which the step budget limits
 

@@ -27,9 +27,11 @@ from cdrmix.inference.checkpoints import (
     state_dict_mismatch,
 )
 from cdrmix.inference.load import HEADS, backbone_weights
+from cdrmix.reason.agent.policy import PolicyPhase
 from cdrmix.reason.build import build_model, make_phase
-from cdrmix.reason.episodes import check_episodes
-from cdrmix.reason.phase import PhaseObjective, freeze, phase_config
+from cdrmix.reason.joint import JointPhase
+from cdrmix.reason.phase import Phase, PhaseObjective, freeze, phase_config
+from cdrmix.reason.sources import check_episodes
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training.callbacks import Callback
@@ -184,7 +186,7 @@ def _train_phase(
             progress=progress,
             first_step=span.first,
             saver=saver,
-            callbacks=[trackers, screen, *callbacks],
+            callbacks=[trackers, screen, _Rollouts(run, phase), *callbacks],
             watchdog=make_watchdog(config, run, world),
             on_skip=run.record_skip,
             digests=make_digest_file(config, run, engine.trained),
@@ -192,6 +194,20 @@ def _train_phase(
         ).fit()
     assert saver.latest is not None
     return progress, engine.weights(), saver.latest
+
+
+class _Rollouts(Callback):
+    """Appends the rollouts that a phase shows of a step to rollouts.jsonl."""
+
+    def __init__(self, run: RunFolder, phase: Phase) -> None:
+        parts = [phase, *([phase.own, *phase.replay] if isinstance(phase, JointPhase) else [])]
+        self._run, self._phases = run, [part for part in parts if isinstance(part, PolicyPhase)]
+
+    def on_step(self, step: int) -> None:
+        """Writes those of the step."""
+        for phase in self._phases:
+            self._run.add_rollouts([{"step": step, **rollout._asdict()} for rollout in phase.shown])
+            phase.shown = []
 
 
 def _begin(

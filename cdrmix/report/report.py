@@ -13,7 +13,7 @@ from cdrmix.page import escaped, html_page, picture, tiles
 from cdrmix.report.domains import domains_section
 from cdrmix.report.parts import parts_section
 from cdrmix.report.plots import DARK, LAST_ROWS, LIGHT, draw, draw_load
-from cdrmix.report.stage_b import stage_b_sections
+from cdrmix.report.stage_b import rollouts_section, stage_b_sections
 from cdrmix.report.suites import suites_section
 from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training.metrics import router_names
@@ -79,6 +79,7 @@ def page(
         picture(loads, "Load of each expert over the steps: one heat map for each block") if loads else "",
         _sample(summary.get("sample")),
         _demonstration(summary.get("demonstration")),
+        rollouts_section(run.rollouts),
         _facts("Text", summary.get("corpus")),
         _checkpoints(run.checkpoints),
         _facts("Export", summary.get("export")),

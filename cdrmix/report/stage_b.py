@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from cdrmix.page import escaped, picture
 from cdrmix.report.plots import DARK, LIGHT
 from cdrmix.report.plots_stage_b import TITLES, draw_mechanisms, draw_phases
+from cdrmix.run_folder import read_metrics
 
+SHOWN_STEPS = 3  # of those whose rollouts are kept, the last ones
 MOST_LOST = 0.01  # largest accepted increase of the bits per byte of stage A
 
 
@@ -33,6 +36,30 @@ def stage_b_sections(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, An
         sections.append("<h2>Stage B: phases</h2>" + picture(light_dark, "Measures of each phase over the steps"))
         sections.append(_last(rows))
     return sections
+
+
+def rollouts_section(path: Path) -> str:
+    """Groups of rollouts as text, of the last steps that rollouts.jsonl has; empty without the file."""
+    rows = read_metrics(path)
+    if not rows:
+        return ""
+    steps = sorted({row["step"] for row in rows})[-SHOWN_STEPS:]
+    text = ""
+    for step in steps:
+        group = [row for row in rows if row["step"] == step]
+        body = "".join(
+            f"<tr><td>{row['reward']:.3f}</td><td>{row['task']:.3f}</td>"
+            f'<td class="text">{escaped(row["answer"])}</td>'
+            f'<td class="text">{"<br>".join(escaped(memory) for memory in row["memories"])}</td></tr>'
+            for row in group
+        )
+        right = " or ".join(group[0]["right"])
+        text += (
+            f"<details><summary>Step {step:,}: {escaped(group[0]['question'])} (right: {escaped(right)})</summary>"
+            '<div class="scroll"><table><tr><th>reward</th><th>of the answer</th><th class="text">answer</th>'
+            f'<th class="text">memory after each chunk</th></tr>{body}</table></div></details>'
+        )
+    return f"<h2>Rollouts of the policy phase</h2>{text}"
 
 
 def _table(name: str, curve: Mapping[str, Mapping[str, float]]) -> str:

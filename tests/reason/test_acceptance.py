@@ -15,11 +15,12 @@ from cdrmix.model.cache import select
 from cdrmix.reason.controller import acceptance
 from cdrmix.reason.controller.acceptance import AcceptancePhase, answer, measure, read
 from cdrmix.reason.controller.controller import Controller, EpisodeState, always, by_head, by_value, never
-from cdrmix.reason.episodes import FIRST_HELD_OUT, Probe, TokenSource, source_of
+from cdrmix.reason.episodes import FIRST_HELD_OUT, Probe, TokenSource
 from cdrmix.reason.experiments.base import small_model
 from cdrmix.reason.heads import ControllerHeads
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import phase_config, train_alone
+from cdrmix.reason.sources import source_of
 
 FILE = "configs/ablations/accept-head.yaml"
 PATIENCE = Rl.model_fields["patience"].default

@@ -13,7 +13,8 @@ from cdrmix.data.tasks import IGNORED, make_example
 from cdrmix.data.tasks import episodes as tokens
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
-from cdrmix.reason.episodes import FIRST_HELD_OUT, TextSource, TokenSource, check_episodes, source_of
+from cdrmix.reason.episodes import FIRST_HELD_OUT, TextSource, TokenSource
+from cdrmix.reason.sources import check_episodes, source_of
 
 KINDS = ["recall", "poisoned", "agent", "hops"]
 

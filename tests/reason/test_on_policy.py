@@ -15,12 +15,12 @@ from cdrmix.reason.agent import policy
 from cdrmix.reason.agent.agent import Reading, Rewards
 from cdrmix.reason.agent.policy import PolicyPhase
 from cdrmix.reason.controller.controller import action_of, sampled
-from cdrmix.reason.episodes import source_of
 from cdrmix.reason.experiments.base import small_model
 from cdrmix.reason.heads import ControllerHeads, OperationHeads, Summariser
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations import phase as operations
 from cdrmix.reason.operations.phase import OperationsPhase
+from cdrmix.reason.sources import source_of
 from cdrmix.training import distributed
 
 ABLATIONS = Path(__file__).parents[2] / "configs" / "ablations"

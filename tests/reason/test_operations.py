@@ -12,7 +12,7 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason.episodes import Episodes, TokenSource, source_of
+from cdrmix.reason.episodes import Episodes, TokenSource
 from cdrmix.reason.heads import NOOP, OPERATIONS, RETRIEVE, SPLICE, SUMMARIZE, WRITE, OperationHeads, Summariser
 from cdrmix.reason.memory.episodic_index import EpisodicIndex
 from cdrmix.reason.memory.kept_episodes import EpisodesInMemory
@@ -21,6 +21,7 @@ from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsP
 from cdrmix.reason.operations.rollout import Reader, Row
 from cdrmix.reason.operations.windows import Window, Windows
 from cdrmix.reason.phase import train_alone
+from cdrmix.reason.sources import source_of
 
 FILE = Path(__file__).parents[2] / "configs" / "ablations" / "operations-index.yaml"
 SMALL = (

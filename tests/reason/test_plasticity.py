@@ -11,12 +11,13 @@ from cdrmix.config.schema import Config
 from cdrmix.data.tasks import IGNORED
 from cdrmix.model.cache import fast_weights, with_fast_weights
 from cdrmix.model.fast_weights import FastWeightOptions
-from cdrmix.reason.episodes import TokenSource, source_of
+from cdrmix.reason.episodes import TokenSource
 from cdrmix.reason.experiments import state_tracking
 from cdrmix.reason.experiments.base import small_model
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.plasticity import phase as plasticity
 from cdrmix.reason.plasticity.phase import PlasticityPhase, answers, read, rows_of
+from cdrmix.reason.sources import source_of
 
 ABLATIONS = Path(__file__).parents[2] / "configs" / "ablations"
 

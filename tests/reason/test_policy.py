@@ -13,7 +13,7 @@ import torch
 from cdrmix.config.schema import Attention, Config, FeedForward, Model, Run, Rwkv, Train
 from cdrmix.config.schema_reasoning import (
     Controller,
-    EpisodesOfTask,
+    EpisodesOfDocuments,
     Imitation,
     Memory,
     Phases,
@@ -28,10 +28,11 @@ from cdrmix.reason.agent import policy
 from cdrmix.reason.agent.agent import Reading, Rewards, read_episodes
 from cdrmix.reason.agent.imitation import ImitationPhase
 from cdrmix.reason.agent.policy import PolicyPhase, message_of_idleness, objective_of
-from cdrmix.reason.episodes import EpisodeSource, source_of
+from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import train_alone
 from cdrmix.reason.rl.grpo import OBJECTIVES
+from cdrmix.reason.sources import source_of
 from cdrmix.training.objective import Outcome
 
 PATIENCE = Rl.model_fields["patience"].default
@@ -54,7 +55,7 @@ def config_of(*, leak: float = 0.0, **rl: Any) -> Config:
         controller=Controller(step_budget=8, max_branches=1),
         memory=Memory(dim=8, top_k=1, max_tokens=64, tokens=4),
         rl=Rl(**({"horizon": 8, "latency_weight": 1.0, "stability_weight": 0.1, "group_size": 4} | rl)),
-        agent=EpisodesOfTask(
+        agent=EpisodesOfDocuments(
             task="agent",
             tokens=True,
             chunks=2,

@@ -28,10 +28,10 @@ class ExpansionError(ValueError):
 DAMAGED_STREAM = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, ExpansionError)
 
 
-def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[Path]:
+def find_files(paths: list[str], suffixes: tuple[str, ...], key: str = "data.source.paths") -> list[Path]:
     """The files of `paths` (files, folders searched for `suffixes`, globs), sorted and without duplicates.
 
-    Raises CorpusError if a path has no files.
+    key: of the configuration, for messages. Raises CorpusError if a path has no files.
     """
     found: set[Path] = set()
     for given in paths:
@@ -39,15 +39,14 @@ def find_files(paths: list[str], suffixes: tuple[str, ...]) -> list[Path]:
         matches = [expanded] if os.path.exists(expanded) else glob(expanded, recursive=True)
         if not matches:
             raise CorpusError(
-                f"data.source.paths: nothing is at {given!r} (looked for a file, a folder or a glob at "
-                f"{os.path.abspath(expanded)})"
+                f"{key}: nothing is at {given!r} (looked for a file, a folder or a glob at {os.path.abspath(expanded)})"
             )
         files: list[Path] = []
         for match in map(Path, matches):
             files.extend(walk(match, suffixes, frozenset()) if match.is_dir() else [match])
         if not files:
             wanted = f"file ending in {' or '.join(suffixes)}" if suffixes else "file"
-            raise CorpusError(f"data.source.paths: no {wanted} in {given!r} ({os.path.abspath(expanded)})")
+            raise CorpusError(f"{key}: no {wanted} in {given!r} ({os.path.abspath(expanded)})")
         found.update(files)
     return sorted(found)
 

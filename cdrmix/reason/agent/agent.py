@@ -27,6 +27,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.model.decoding import Prefix, prefill, repeat
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import Episodes, EpisodeSource, Marks
+from cdrmix.reason.rl.rewards import REWARDS
 from cdrmix.reason.rl.rollout import Generated, decode
 
 
@@ -175,7 +176,7 @@ def read_episodes(
     """Rolls the agent out `group` times for each episode (in neighbouring rows). Temperature 0 is greedy.
 
     step_budget: changes that a rollout may make to its memory; after them the memory stays unchanged. When no rollout
-    of the batch may change it, the remaining chunks are not read.
+    of the batch may change it, the remaining chunks are not read. A chunk of padding alone changes nothing.
     The question is read once for each episode. keep_turns keeps the tokens of every turn, for the policy's update.
     Without it, what is kept does not grow with the number of chunks.
     """
@@ -193,10 +194,12 @@ def read_episodes(
     changes_B = torch.zeros(len(rows_R), dtype=torch.int64, device=device)
     turns: list[Turn] = []
 
-    def continue_from(prefix: Prefix, prompt_BL: Tensor, new_tokens: int) -> Generated:
+    def continue_from(prefix: Prefix, prompt_BL: Tensor, new_tokens: int, read_R: Tensor | None = None) -> Generated:
         generated = decode(
             model, prefix, new_tokens, temperature=temperature, generator=generator, end=window.marks.end
         )
+        if read_R is not None:
+            generated = generated._replace(mask_BN=generated.mask_BN & read_R.unsqueeze(1))
         if keep_turns:
             turns.append(Turn(torch.cat([begin_RL, prompt_BL], 1), generated))
         return generated
@@ -205,12 +208,15 @@ def read_episodes(
         may_B = changes_B < step_budget
         if not may_B.any():
             break
-        prompt = window.turn(memory.shown(), chunks_BNC[:, number].to(device)[rows_R])
+        chunk_BC = chunks_BNC[:, number].to(device)
+        read_R = (chunk_BC != window.pad).any(1)[rows_R]
+        prompt = window.turn(memory.shown(), chunk_BC[rows_R])
         if number == 0:  # the same in all rows of a group
             prefix = repeat(prefill(model, prompt[::group], question_prefix.cache), group)
         else:
             prefix = prefill(model, prompt, repeated_prefix.cache)
-        memory = memory.write(window.written(continue_from(prefix, prompt, window.part)), number + 1, may_B)
+        generated = continue_from(prefix, prompt, window.part, read_R)
+        memory = memory.write(window.written(generated), number + 1, may_B & read_R)
         changes_B += (memory.changed_BH == number + 1).any(1)
         now = fact_chunks == number
         captured_BF |= now & asked & holds(memory.parts_BHP, facts, window.pad)
@@ -234,7 +240,7 @@ def read_episodes(
 class Rewards(NamedTuple):
     """total = task_weight task - latency_weight latency + stability_weight stability; float64 [B].
 
-    task: 1 where the whole answer is right. latency: turns that changed the memory, divided by the step budget.
+    task: of the answer. latency: turns that changed the memory, divided by the step budget.
     stability: the share of the captured facts that are held at the end; 0 where no token of the answer is right,
     because facts that do not serve the answer are worth nothing.
     """
@@ -245,9 +251,9 @@ class Rewards(NamedTuple):
     stability_B: Tensor
 
 
-def rewards_of(reading: Reading, settings: Rl, step_budget: int) -> Rewards:
-    """The rewards of rollouts, and their parts."""
-    task = reading.exact_B.double()
+def rewards_of(reading: Reading, settings: Rl, step_budget: int, task_B: Tensor | None = None) -> Rewards:
+    """The rewards of rollouts, and their parts. task_B: those of the answers; None: 1 where all tokens are right."""
+    task = reading.exact_B.double() if task_B is None else task_B
     latency = reading.changes_B.double() / step_budget
     captured = reading.captured_BF.sum(1)
     kept = reading.held_BF.sum(1).double() / captured.clamp(min=1)
@@ -257,15 +263,28 @@ def rewards_of(reading: Reading, settings: Rl, step_budget: int) -> Rewards:
 
 
 class Score(NamedTuple):
-    """Means over episodes, all shares: matched, right tokens of the answer; exact, answers that are right as a whole;
-    capture, captured facts of those asked for; retention, captured facts that are held at the end; changes, turns that
-    changed the memory."""
+    """Means over episodes, all shares.
+
+    matched: right tokens of the answer. exact: answers that are right as a whole, as text where there is text. f1: of
+    the words of the answer; without text as matched. capture: captured facts of those asked for. retention: captured
+    facts that are held at the end. changes: turns that changed the memory.
+    """
 
     matched: float
     exact: float
+    f1: float
     capture: float
     retention: float
     changes: float
+
+
+def last_chunk_only(episodes: Episodes, pad: int) -> Episodes:
+    """The episodes with their last chunk alone that is not empty."""
+    last_B = ((episodes.chunks_BNC != pad).any(2).sum(1) - 1).clamp(min=0)
+    return episodes._replace(
+        chunks_BNC=episodes.chunks_BNC[torch.arange(len(last_B)), last_B].unsqueeze(1),
+        fact_chunk_BF=episodes.fact_chunk_BF - last_B.unsqueeze(1),
+    )
 
 
 def evaluate(
@@ -283,20 +302,31 @@ def evaluate(
 
     last_only: the agent reads the last chunk alone, like a window without a memory. rows: episodes in one batch.
     """
-    sums = torch.zeros(6, dtype=torch.float64)
+    sums, turns = torch.zeros(7, dtype=torch.float64), 0
     for start in range(0, len(numbers), rows):
         episodes = source.batch(numbers[start : start + rows], chunks)
         if last_only:
-            episodes = episodes._replace(
-                chunks_BNC=episodes.chunks_BNC[:, -1:], fact_chunk_BF=episodes.fact_chunk_BF - chunks + 1
-            )
+            episodes = last_chunk_only(episodes, window.pad)
         reading = read_episodes(
             model, window, episodes, temperature=0.0, generator=torch.Generator(), step_budget=step_budget
         )
-        parts = (reading.matched_B, reading.exact_B, reading.asked_BF, reading.captured_BF, reading.held_BF)
+        exact_B, f1_B = reading.exact_B.double(), reading.matched_B
+        asked = source.questions(numbers[start : start + rows], chunks)
+        if asked is not None:
+            texts = [source.text(ids) for ids in reading.answer_BA.tolist()]
+            pairs = [(text, each.answers) for text, each in zip(texts, asked, strict=True)]
+            exact_B = torch.tensor([REWARDS["exact"](*pair) for pair in pairs])
+            f1_B = torch.tensor([REWARDS["f1"](*pair) for pair in pairs])
+        parts = (reading.matched_B, exact_B, f1_B, reading.asked_BF, reading.captured_BF, reading.held_BF)
         sums += torch.stack([part.sum().double().cpu() for part in (*parts, reading.changes_B)])
-    matched, exact, asked, captured, held, changes = sums.tolist()
-    turns = len(numbers) * (1 if last_only else chunks)
+        turns += episodes.chunks_BNC.shape[1] * len(episodes.chunks_BNC)
+    matched, exact, f1, of_facts, captured, held, changes = sums.tolist()
+    count = len(numbers)
     return Score(
-        matched / len(numbers), exact / len(numbers), captured / asked, held / max(captured, 1.0), changes / turns
+        matched / count,
+        exact / count,
+        f1 / count,
+        captured / max(of_facts, 1.0),
+        held / max(captured, 1.0),
+        changes / turns,
     )

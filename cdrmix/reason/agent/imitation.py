@@ -42,6 +42,7 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
             f" {facts.shape[2]}; make reasoning.memory.tokens larger, or heads fewer"
         )
     begin = window.begin(question)
+    read_BN = (chunks != window.pad).any(2)
     held_BHS = torch.full((batch, window.heads, slots), -1)  # facts in the slots of the parts, -1: none
     memory = TokenMemory.empty(window, batch, chunks.device)
     turns: list[Demonstrations] = []
@@ -50,18 +51,42 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
     for number in range(count):
         oldest = memory.oldest()
         kept_BS = held_BHS[rows, oldest]
-        news_BF = torch.where(asked & (fact_chunks == number), numbers, -1)
+        news_BF = torch.where(asked & (fact_chunks == number), numbers, -1)  # none in a chunk that is not read
         news_BF = news_BF.gather(1, _first_positions(chunks[:, number], facts, window.pad).argsort(dim=1, stable=True))
         prompt = torch.cat([begin, window.turn(memory.shown(), chunks[:, number])], 1)
         lost_BS = _without_one(kept_BS, leak, generator)
-        turns.append(_sequence(window, prompt, _spell(facts, _compact(lost_BS, news_BF), window)))
+        turns.append(_sequence(window, prompt, _spell(facts, _compact(lost_BS, news_BF), window), read_BN[:, number]))
         after_BS = _compact(kept_BS, news_BF)
         held_BHS[rows, oldest] = after_BS
-        memory = memory.write(_spell(facts, after_BS, window), number + 1)
+        memory = memory.write(_spell(facts, after_BS, window), number + 1, read_BN[:, number])
     prompt = torch.cat([begin, window.last(memory.shown())], 1)
     complete_B = (~asked | (held_BHS.flatten(1).unsqueeze(2) == numbers).any(1)).all(1)
     last = _sequence(window, prompt, answer)
     last = last._replace(mask_SN=last.mask_SN & complete_B.unsqueeze(1))  # not in memory: no answer
+    return [Demonstrations(*(torch.cat(column) for column in zip(*turns, strict=True))), last]
+
+
+def demonstrate_memories(window: Window, episodes: Episodes, memories_BNM: Tensor) -> list[Demonstrations]:
+    """Every turn of a teacher whose memory after each chunk is given; then every answer."""
+    question, chunks, answer = episodes[:3]
+    if window.heads > 1:
+        raise ConfigError("demonstrated memories have one part; set reasoning.memory.heads: 1")
+    most = int((memories_BNM != window.pad).sum(2).max())
+    if most > window.memory:
+        raise ConfigError(
+            f"a demonstrated memory has {most} tokens; make reasoning.memory.tokens {window.memory} larger"
+        )
+    begin = window.begin(question)
+    read_BN = (chunks != window.pad).any(2)
+    missing = max(0, window.memory - memories_BNM.shape[2])
+    texts_BNM = functional.pad(memories_BNM, (0, missing), value=window.pad)[:, :, : window.memory]
+    memory = TokenMemory.empty(window, len(chunks), chunks.device)
+    turns = []
+    for number in range(chunks.shape[1]):
+        prompt = torch.cat([begin, window.turn(memory.shown(), chunks[:, number])], 1)
+        turns.append(_sequence(window, prompt, texts_BNM[:, number], read_BN[:, number]))
+        memory = memory.write(texts_BNM[:, number], number + 1, read_BN[:, number])
+    last = _sequence(window, torch.cat([begin, window.last(memory.shown())], 1), answer)
     return [Demonstrations(*(torch.cat(column) for column in zip(*turns, strict=True))), last]
 
 
@@ -101,12 +126,13 @@ def _spell(facts_BFW: Tensor, slots_BS: Tensor, window: Window) -> Tensor:
     return functional.pad(spelled.gather(1, order), (0, window.part - spelled.shape[1]), value=window.pad)
 
 
-def _sequence(window: Window, prompt_SL: Tensor, text_SN: Tensor) -> Demonstrations:
-    """A sequence whose target is the text and then the end mark, if it fits."""
+def _sequence(window: Window, prompt_SL: Tensor, text_SN: Tensor, counts_S: Tensor | None = None) -> Demonstrations:
+    """A sequence whose target is the text and then the end mark, if it fits. counts_S: which count; None: all."""
     lengths_S1 = (text_SN != window.pad).sum(1, keepdim=True)
     positions_N = torch.arange(text_SN.shape[1])
     targets = torch.where(positions_N == lengths_S1, window.marks.end, text_SN)
-    return Demonstrations(prompt_SL, targets, positions_N <= lengths_S1)
+    mask_SN = positions_N <= lengths_S1
+    return Demonstrations(prompt_SL, targets, mask_SN if counts_S is None else mask_SN & counts_S.unsqueeze(1))
 
 
 class ImitationPhase:
@@ -128,9 +154,13 @@ class ImitationPhase:
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
         """Every process makes the demonstrations of the whole step, which is cheap, and takes its share of them."""
         generator = generator_of(self.seed, self.name, step)
-        first = step * self.settings.episodes
-        episodes = self.source.batch(range(first, first + self.settings.episodes), self.chunks)
-        made = demonstrate(self.window, episodes, self.settings.leak, generator)
+        numbers = range(step * self.settings.episodes, (step + 1) * self.settings.episodes)
+        episodes = self.source.batch(numbers, self.chunks)
+        memories = self.source.memories(numbers, self.chunks)
+        if memories is None:
+            made = demonstrate(self.window, episodes, self.settings.leak, generator)
+        else:
+            made = demonstrate_memories(self.window, episodes, memories)
         tokens, sequences = (sum(float(part.mask_SN.sum()) for part in made), sum(len(part.mask_SN) for part in made))
         return [
             _ImitationLoss(Demonstrations(*batch), tokens, sequences)

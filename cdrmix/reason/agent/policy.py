@@ -17,8 +17,9 @@ from torch import Tensor
 from cdrmix.config import schema_reasoning as schema
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.reason.agent.agent import Reading, Turn, Window, read_episodes, rewards_of
-from cdrmix.reason.episodes import EpisodeSource
+from cdrmix.reason.agent.agent import Reading, Rewards, Turn, Window, read_episodes, rewards_of
+from cdrmix.reason.agent.answers import AnswerScorer
+from cdrmix.reason.episodes import Asked, EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
@@ -30,7 +31,7 @@ LOGGER = logging.getLogger(__name__)
 
 ROLLED_OUT = (
     *("rollouts", "groups", "dropped_groups", "reward", "task", "latency", "stability"),
-    *("matched", "asked", "captured", "held", "changes"),
+    *("matched", "asked", "captured", "held", "changes", "reward_errors"),
 )
 OF_TOKENS = ("loss", "tokens", "clipped_low", "clipped_high", "divergence", "ratio", "entropy")
 
@@ -69,11 +70,39 @@ class RolloutBatch(NamedTuple):
         prompts, tokens, log_probs, advantages = (torch.cat(column) for column in zip(*columns, strict=True))
         return cls(prompts, tokens, log_probs, advantages, torch.cat(masks))
 
+    @classmethod
+    def joined(cls, batches: list[RolloutBatch]) -> RolloutBatch:
+        """Sequences of several batches."""
+        return cls(*(torch.cat(column) for column in zip(*batches, strict=True)))
+
+
+class RolledOut(NamedTuple):
+    """Rollouts of some questions. scored_B: whether the reward function gave a number. asked: the questions as text."""
+
+    reading: Reading
+    rewards: Rewards
+    scored_B: Tensor
+    asked: list[Asked] | None
+
+
+class ShownRollout(NamedTuple):
+    """A rollout as text, for rollouts.jsonl: the memory written after each chunk, the answer, the reward's parts."""
+
+    question: str
+    right: list[str]
+    memories: list[str]
+    answer: str
+    reward: float
+    task: float
+    latency: float
+    stability: float
+
 
 class PolicyPhase:
     """One rollout of every group, and one update from it.
 
-    reference: the model at the start of the phase, copied in step 0 if the objective has a KL term.
+    shown: rollouts of the last step of which some are to be shown, as text. reference: the model at the start of the
+    phase, copied in step 0 if the objective has a KL term.
     """
 
     name = "policy"
@@ -87,6 +116,8 @@ class PolicyPhase:
         self.step_budget, self.seed = reasoning.controller.step_budget, config.run.seed
         self.source, self.window = source, Window.of(reasoning, source)
         self.objective = objective_of(self.rl)
+        self.scorer = AnswerScorer(self.rl, source, self.window)
+        self.shown: list[ShownRollout] = []
         self.reference: StageBModel | None = None
         self._idle = 0  # successive steps whose groups were all dropped
         if self.chunks + 1 > self.rl.horizon:
@@ -100,7 +131,7 @@ class PolicyPhase:
         return parameter.startswith("language_model.") and ".plastic." not in parameter
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
-        """Rolls out this process's questions. Raises ValueError for a reward that is not finite."""
+        """Rolls out this process's questions. Raises PluginError if the reward function fails for every answer."""
         if self.settings.episodes % processes:
             raise ConfigError(
                 f"reasoning.phases.policy.episodes {self.settings.episodes} is no multiple of {processes} processes"
@@ -108,23 +139,34 @@ class PolicyPhase:
         self._keep_reference(model, step)
         share = self.settings.episodes // processes
         first = step * self.settings.episodes + rank * share
-        reading = read_episodes(
-            model.language_model,
-            self.window,
-            self.source.batch(range(first, first + share), self.chunks),
-            temperature=self.rl.temperature,
-            generator=generator_of(self.seed, self.name, step, rank),
-            group=self.rl.group_size,
-            keep_turns=True,
-            step_budget=self.step_budget,
+        together = share  # questions whose rollouts are made at once
+        if self.settings.rollout_rows is not None:
+            together = min(share, max(1, self.settings.rollout_rows // self.rl.group_size))
+        generator = generator_of(self.seed, self.name, step, rank)
+        parts = [
+            self._roll_out(model, range(start, min(start + together, first + share)), generator)
+            for start in range(first, first + share, together)
+        ]
+        rewards = Rewards(*(torch.cat(column) for column in zip(*(part.rewards for part in parts), strict=True)))
+        scored_B = torch.cat([part.scored_B for part in parts])
+        group = group_advantages(
+            rewards.total_B, self.rl.group_size, deviation=self.objective.deviation, usable_N=scored_B
         )
-        rewards = rewards_of(reading, self.rl, self.step_budget)
-        group = group_advantages(rewards.total_B, self.rl.group_size, deviation=self.objective.deviation)
-        sums = _sums(reading, group.groups, group.dropped_groups, *rewards)
-        taught = reading.turns[-1:] if self.rl.credit == "final_turn" else reading.turns
-        batches = [RolloutBatch.of(taught[-1:], group.advantages_N, group.kept_N)]
-        if len(taught) > 1:
-            batches.insert(0, RolloutBatch.of(taught[:-1], group.advantages_N, group.kept_N))
+        errors = len(scored_B) - int(scored_B.sum())
+        sums = _sums([part.reading for part in parts], group.groups, group.dropped_groups, rewards, errors)
+        if self.rl.rollouts_every and step % self.rl.rollouts_every == 0 and rank == 0:
+            self.shown = _shown(parts[0], self.source, self.rl.group_size)
+        turns, answers = [], []
+        kept = zip(
+            group.advantages_N.split(together * self.rl.group_size),
+            group.kept_N.split(together * self.rl.group_size),
+            strict=True,
+        )
+        for part, (advantages, kept_N) in zip(parts, kept, strict=True):
+            if self.rl.credit != "final_turn" and len(part.reading.turns) > 1:
+                turns.append(RolloutBatch.of(part.reading.turns[:-1], advantages, kept_N))
+            answers.append(RolloutBatch.of(part.reading.turns[-1:], advantages, kept_N))
+        batches = [RolloutBatch.joined(those) for those in (turns, answers) if those]
         rows = self.settings.micro_batch
         wanted = [-(-len(batch.prompts_SL) // rows) for batch in batches]
         counts = torch.tensor(
@@ -133,7 +175,7 @@ class PolicyPhase:
                 sum(float(batch.mask_SN.any(1).sum()) for batch in batches),
                 group.groups,
                 group.dropped_groups,
-                float(reading.exact_B.double().mean()) / processes,
+                float(rewards.task_B.mean()) / processes,
             ],
             dtype=torch.float64,
         )
@@ -149,8 +191,26 @@ class PolicyPhase:
         losses[0].rolled_out = sums  # type: ignore[attr-defined]
         return losses
 
+    def _roll_out(self, model: StageBModel, numbers: range, generator: torch.Generator) -> RolledOut:
+        """One group of rollouts for each of these questions, and their rewards."""
+        episodes = self.source.batch(numbers, self.chunks)
+        reading = read_episodes(
+            model.language_model,
+            self.window,
+            episodes,
+            temperature=self.rl.temperature,
+            generator=generator,
+            group=self.rl.group_size,
+            keep_turns=True,
+            step_budget=self.step_budget,
+        )
+        asked = self.source.questions(numbers, self.chunks)
+        task_B, scored_B = self.scorer(model.language_model, reading, episodes, asked, self.rl.group_size)
+        return RolledOut(reading, rewards_of(reading, self.rl, self.step_budget, task_B), scored_B, asked)
+
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means for a rollout of the reward and its parts; capture, retention and the share of dropped groups; means
+        """Means for a rollout of the reward and its parts; capture, retention, the share of dropped groups, and of
+        rollouts whose reward function failed; means
         for a token of the entropy (nats), the clipped share, the divergence and the ratio."""
         rollouts, tokens = max(sums["rollouts"], 1.0), max(sums["tokens"], 1.0)
         means = {name: sums[name] / rollouts for name in ("reward", "task", "latency", "stability", "matched")}
@@ -160,6 +220,7 @@ class PolicyPhase:
             "capture": sums["captured"] / max(sums["asked"], 1.0),
             "retention": sums["held"] / max(sums["captured"], 1.0),
             "changes": sums["changes"] / rollouts / self.chunks,
+            "reward_errors": sums["reward_errors"] / rollouts,
             "dropped_groups": sums["dropped_groups"] / max(sums["groups"], 1.0),
             "entropy": sums["entropy"] / tokens,
             "clip_fraction": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
@@ -237,11 +298,34 @@ def _log_probs(logits_SNV: Tensor, tokens_SN: Tensor) -> Tensor:
     return logits_SNV.log_softmax(-1).gather(-1, tokens_SN.unsqueeze(-1)).squeeze(-1)
 
 
-def _sums(
-    reading: Reading, groups: int, dropped: int, total: Tensor, task: Tensor, latency: Tensor, stability: Tensor
-) -> Tensor:
+def _sums(readings: list[Reading], groups: int, dropped: int, rewards: Rewards, errors: int) -> Tensor:
     """The measures of ROLLED_OUT, in that order."""
-    parts = (total, task, latency, stability, reading.matched_B)
-    facts = (reading.asked_BF, reading.captured_BF, reading.held_BF, reading.changes_B)
-    counted = [float(part.sum()) for part in (*parts, *facts)]
-    return torch.tensor([len(total), groups, dropped, *counted])
+    of_answers = [float(part.sum()) for part in rewards]
+    columns = zip(
+        *((each.matched_B, each.asked_BF, each.captured_BF, each.held_BF, each.changes_B) for each in readings),
+        strict=True,
+    )
+    of_readings = [sum(float(part.sum()) for part in column) for column in columns]
+    return torch.tensor([len(rewards.total_B), groups, dropped, *of_answers, *of_readings, errors])
+
+
+def _shown(part: RolledOut, source: EpisodeSource, group_size: int) -> list[ShownRollout]:
+    """The first group of rollouts as text."""
+    reading = part.reading
+    question = source.text(reading.turns[0].prompt_BL[0, : source.question + 1].tolist())
+    right = list(part.asked[0].answers) if part.asked is not None else []
+    return [
+        ShownRollout(
+            question,
+            right,
+            [source.text(_written(turn, row)) for turn in reading.turns[:-1]],
+            source.text(_written(reading.turns[-1], row)),
+            *(round(float(each[row]), 6) for each in part.rewards),
+        )
+        for row in range(group_size)
+    ]
+
+
+def _written(turn: Turn, row: int) -> list[int]:
+    ids: list[int] = turn.generated.tokens_BN[row][turn.generated.mask_BN[row]].tolist()
+    return ids

@@ -8,11 +8,12 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.reason.controller.acceptance import AcceptancePhase, measure
 from cdrmix.reason.controller.controller import Controller, always, by_head, by_value, never
-from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, source_of
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
 from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
 from cdrmix.reason.heads import ControllerHeads
 from cdrmix.reason.phase import phase_config, train_alone
 from cdrmix.reason.plasticity.phase import PlasticityPhase
+from cdrmix.reason.sources import source_of
 
 
 @EXPERIMENTS("acceptance")

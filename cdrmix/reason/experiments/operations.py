@@ -6,13 +6,14 @@ import torch
 
 from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason.episodes import FIRST_HELD_OUT, source_of
+from cdrmix.reason.episodes import FIRST_HELD_OUT
 from cdrmix.reason.experiments.base import EXPERIMENTS, Say
 from cdrmix.reason.heads import OperationHeads, Summariser
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsPhase, evaluate
 from cdrmix.reason.operations.rollout import Reader
 from cdrmix.reason.phase import phase_config, train_alone
+from cdrmix.reason.sources import source_of
 
 
 @EXPERIMENTS("operations")

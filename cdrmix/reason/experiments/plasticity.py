@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from cdrmix.config.schema import Config
-from cdrmix.reason.episodes import FIRST_HELD_OUT, source_of
+from cdrmix.reason.episodes import FIRST_HELD_OUT
 from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
 from cdrmix.reason.phase import phase_config, train_alone
 from cdrmix.reason.plasticity.phase import PlasticityPhase, accuracy, swapped, zeroed
+from cdrmix.reason.sources import source_of
 
 
 @EXPERIMENTS("plasticity")

@@ -10,10 +10,11 @@ from cdrmix.config.schema import Config
 from cdrmix.reason.agent.agent import Window, evaluate
 from cdrmix.reason.agent.imitation import ImitationPhase
 from cdrmix.reason.agent.policy import PolicyPhase
-from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, source_of
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
 from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import phase_config, train_alone
+from cdrmix.reason.sources import source_of
 
 
 @EXPERIMENTS("token_memory")

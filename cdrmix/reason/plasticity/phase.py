@@ -81,11 +81,14 @@ class PlasticityPhase:
         return parameter.startswith("language_model.") and ".plastic." in parameter
 
     def chunks(self, step: int) -> int:
-        """The number of chunks of a step's episodes, uniform from 2 (or as many as hold the facts) to the configured.
+        """The number of chunks of a step's episodes, uniform from 2 (or as many as hold the facts) to the configured;
+        always the configured for documents that have lengths of their own.
 
         During the first `growth_steps` steps the upper end grows from the lower one.
         """
         most = self._reasoning.plasticity.chunks
+        if self._source.own_lengths:
+            return most
         least = min(most, max(2, self._source.least_chunks))
         if step < self._section.growth_steps:
             most = least + (most - least) * step // self._section.growth_steps

@@ -47,7 +47,8 @@ OBJECTIVES = {
 
 
 class Advantages(NamedTuple):
-    """advantages_N: 0 in groups whose rewards are all equal, because they teach nothing. kept_N: bool, False there."""
+    """advantages_N: 0 in groups whose rewards are all equal, because they teach nothing, and in those with a rollout
+    without a reward. kept_N: bool, False there."""
 
     advantages_N: Tensor
     kept_N: Tensor
@@ -55,12 +56,14 @@ class Advantages(NamedTuple):
     dropped_groups: int
 
 
-def group_advantages(rewards_N: Tensor, group_size: int, *, deviation: bool = False) -> Advantages:
+def group_advantages(
+    rewards_N: Tensor, group_size: int, *, deviation: bool = False, usable_N: Tensor | None = None
+) -> Advantages:
     """r - mean(r) within each group of `group_size` successive rollouts, in float64; divided by the group's standard
     deviation with `deviation`.
 
-    The standard deviation is the sample's (G - 1). Raises ValueError with the number of a rollout whose reward is not
-    finite.
+    The standard deviation is the sample's (G - 1). usable_N: rollouts that have a reward; None: all. Raises ValueError
+    with the number of a rollout whose reward is not finite.
     """
     assert group_size > 1
     assert len(rewards_N) % group_size == 0
@@ -70,6 +73,8 @@ def group_advantages(rewards_N: Tensor, group_size: int, *, deviation: bool = Fa
         raise ValueError(f"the reward of rollout {n} is {rewards_N[n].item()}: a task's rewards must be finite")
     rewards = rewards_N.double().view(-1, group_size)
     kept = (rewards != rewards[:, :1]).any(1, keepdim=True)
+    if usable_N is not None:
+        kept &= usable_N.view(-1, group_size).all(1, keepdim=True)
     advantages = rewards - rewards.mean(1, keepdim=True)
     if deviation:
         advantages = advantages / (rewards.std(1, keepdim=True) + DEVIATION_FLOOR)

@@ -1,0 +1,79 @@
+"""The reward of the memory agent's answers: by their text, by their tokens, or by the likelihood of the right one."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema_reasoning import Rl
+from cdrmix.errors import ConfigError, PluginError
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.agent.agent import Reading, Window
+from cdrmix.reason.episodes import Asked, Episodes, EpisodeSource
+from cdrmix.reason.rl.rewards import LIKELIHOOD, Reward, reward_of, scored
+from cdrmix.reason.rl.rollout import taken
+
+LOGGER = logging.getLogger(__name__)
+
+
+class AnswerScorer:
+    """The reward `rl.reward` of answers. Token ids without text know `exact` and `likelihood` alone.
+
+    The first failure of a function is logged with its place, and later ones of another kind.
+    """
+
+    def __init__(self, settings: Rl, source: EpisodeSource, window: Window) -> None:
+        self._name, self._source, self._window = settings.reward, source, window
+        self._reward: Reward | None = None if settings.reward == LIKELIHOOD else reward_of(settings.reward)
+        self._logged: set[str] = set()
+
+    def __call__(
+        self, model: LanguageModel, reading: Reading, episodes: Episodes, asked: list[Asked] | None, group: int
+    ) -> tuple[Tensor, Tensor]:
+        """(rewards [B] float64, whether there is one [B] bool) of rollouts, `group` of each episode in adjacent rows.
+
+        Raises ConfigError for a reward that needs text; PluginError if the function fails for every answer.
+        """
+        device = reading.answer_BA.device
+        all_B = torch.ones(len(reading.answer_BA), dtype=torch.bool, device=device)
+        if self._reward is None:
+            return self.likelihood(model, reading, episodes, group), all_B
+        if asked is None:
+            if self._name != "exact":
+                raise ConfigError(
+                    f"reasoning.rl.reward={self._name} compares texts, and the agent's task has none (tokens: true);"
+                    f" set it to exact or {LIKELIHOOD}"
+                )
+            return reading.exact_B.double(), all_B
+        repeated = [each for each in asked for _ in range(group)]
+        answers = [self._source.text(ids) for ids in reading.answer_BA.tolist()]
+        values, errors = scored(self._reward, repeated, answers)
+        for error in errors:
+            if error.partition(":")[0] not in self._logged:
+                self._logged.add(error.partition(":")[0])
+                LOGGER.warning("reasoning.rl.reward=%s failed: %s; such groups are dropped", self._name, error)
+        if all(value is None for value in values):
+            raise PluginError(f"reasoning.rl.reward={self._name} failed for every answer of a step: {errors[0]}")
+        given_B = torch.tensor([value is not None for value in values], device=device)
+        return torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=device), given_B
+
+    @torch.no_grad()
+    def likelihood(self, model: LanguageModel, reading: Reading, episodes: Episodes, group: int) -> Tensor:
+        """The geometric mean of the probabilities of the right answer's tokens and its end after the final memory."""
+        answer_BA = episodes.answer_BA.to(reading.answer_BA.device).repeat_interleave(group, 0)
+        lengths_B1 = (answer_BA != self._window.pad).sum(1, keepdim=True)
+        places_A = torch.arange(answer_BA.shape[1], device=answer_BA.device)
+        wanted_BA = torch.where(places_A == lengths_B1, self._window.marks.end, answer_BA)
+        prompts_BL = torch.cat(
+            [
+                self._window.begin(episodes.question_BQ.to(answer_BA.device)).repeat_interleave(group, 0),
+                self._window.last(reading.memory.shown()),
+            ],
+            1,
+        )
+        logits = taken(model, prompts_BL, wanted_BA).logits_SNV
+        log_probs = logits.log_softmax(-1).gather(-1, wanted_BA.unsqueeze(-1)).squeeze(-1).double()
+        counted = places_A <= lengths_B1
+        return (torch.where(counted, log_probs, 0.0).sum(1) / counted.sum(1)).exp()

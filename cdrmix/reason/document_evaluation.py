@@ -1,0 +1,292 @@
+"""`cdrmix reason eval`: questions about documents of several lengths, answered with each mechanism and without it.
+
+    memory         the agent reads chunk by chunk, and answers from its token memory
+    last chunk     the same agent reads the last chunk alone
+    fast weights   the adapters read chunk by chunk, all updates are committed, and the model answers from them
+    no writes      the same with fast weights of zeros
+    whole text     the model reads the document and the question in one pass, without stage B
+
+Answers are greedy. exact, f1: see `rl.rewards`. Intervals: Wilson's, 95 %.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema_reasoning import QuestionFiles, Reasoning
+from cdrmix.data.tasks import TASKS, known_task
+from cdrmix.eval.intervals import wilson
+from cdrmix.inference.load import Loaded
+from cdrmix.model.cache import select, with_fast_weights
+from cdrmix.model.decoding import Prefix, prefill, prefill_rows
+from cdrmix.model.language_model import Cache
+from cdrmix.reason.agent.agent import Window, last_chunk_only, read_episodes
+from cdrmix.reason.build import load_stage_b
+from cdrmix.reason.documents import DocumentEpisodes, GivenDocuments, TaskDocuments, read_documents
+from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes
+from cdrmix.reason.model import StageBModel
+from cdrmix.reason.plasticity.phase import read, zeroed
+from cdrmix.reason.rl.rewards import REWARDS
+from cdrmix.reason.rl.rollout import decode
+from cdrmix.reason.session import reader_of_text
+from cdrmix.reason.sources import source_of
+
+FILES = "jsonl:"
+ROWS = 32  # documents that are read together
+OWN = "own"  # documents of files have the lengths they have
+
+
+class DocumentScore(NamedTuple):
+    """One mechanism's answers to questions of one task and length.
+
+    length: tokens asked for; None for documents of files. tokens: mean tokens of a document. questions: their number.
+    exact: share of the right answers, with its interval. f1: of their words. capture, retention: of the memory; None
+    without facts. tokens_per_second: of documents, with their answers. memory_mib: largest so far of the device, on a
+    CPU of the process.
+    """
+
+    task: str
+    length: int | None
+    tokens: float
+    mechanism: str
+    questions: int
+    exact: float
+    exact_low: float
+    exact_high: float
+    f1: float
+    capture: float | None
+    retention: float | None
+    tokens_per_second: float
+    memory_mib: float
+
+
+class _Answered(NamedTuple):
+    """Texts of the answers, and of the memory the asked, captured and held facts."""
+
+    texts: list[str]
+    facts: tuple[int, int, int] = (0, 0, 0)
+
+
+def evaluate_documents(
+    loaded: Loaded,
+    tasks: Sequence[str] | None,
+    lengths: Sequence[int],
+    *,
+    count: int,
+    seed: int,
+    say: Callable[[str], None],
+) -> list[DocumentScore]:
+    """The scores of every mechanism of a model for each task and length.
+
+    tasks: names, families or last parts of names of generated tasks, jsonl:FILE; None: those that the agent was trained
+    on. Raises ConfigError for an unknown task, CorpusError for a file that cannot be read.
+    """
+    reasoning = reader_of_text(loaded)
+    model = load_stage_b(loaded)
+    rows: list[DocumentScore] = []
+    for name, length, source, chunks in _sources(loaded, reasoning, tasks, lengths, seed):
+        numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + min(count, source.held_out or count))
+        reader = _Reader(loaded, model, reasoning, source, chunks)
+        for mechanism, answer in reader.mechanisms().items():
+            say(f"{name}, {OWN if length is None else length:,} tokens, {mechanism}: {len(numbers)} questions")
+            rows.append(reader.score(name, length, mechanism, answer, numbers))
+    return rows
+
+
+def table(rows: Sequence[DocumentScore]) -> str:
+    """The scores as aligned lines."""
+    lines: list[tuple[str, ...]] = [
+        ("task", "tokens", "mechanism", "questions", "exact", "95 %", "f1", "capture", "retention", "tokens/s", "MiB")
+    ]
+    for row in rows:
+        shares = ["-" if share is None else f"{share:.3f}" for share in (row.capture, row.retention)]
+        bounds = f"{row.exact_low:.3f} to {row.exact_high:.3f}"
+        figures = (f"{row.exact:.3f}", bounds, f"{row.f1:.3f}", *shares)
+        speed = (f"{row.tokens_per_second:,.0f}", f"{row.memory_mib:,.0f}")
+        lines.append((row.task, f"{row.tokens:,.0f}", row.mechanism, str(row.questions), *figures, *speed))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = {0, 2}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if place in texts else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def tasks_named(asked: str) -> list[str]:
+    """The generated tasks of a name, a family (ruler) or a part of names (qa1, niah). Raises ConfigError for none."""
+    names = TASKS.names()
+    if asked in names:
+        return [asked]
+    found = [name for name in names if f"_{asked}_" in f"_{name}_"]
+    if not found:
+        known_task(asked)  # raises, with the nearest name
+    return found
+
+
+def _sources(
+    loaded: Loaded, reasoning: Reasoning, tasks: Sequence[str] | None, lengths: Sequence[int], seed: int
+) -> Iterator[tuple[str, int | None, DocumentEpisodes, int]]:
+    """(name, length, source, most chunks) of everything that is asked for."""
+    section, chunk, tokenizer = reasoning.agent, reasoning.chunk, loaded.tokenizer
+    trained = source_of(section, chunk, tokenizer)
+    widths = {"question_tokens": trained.question, "answer_tokens": trained.answer}
+    if tasks is None:
+        tasks = [f"{FILES}{path}" for path in section.data.paths] if section.data is not None else [section.task]
+    for asked in tasks:
+        if asked.startswith(FILES):
+            fields = section.data.model_dump(exclude={"paths"}) if section.data is not None else {"kind": "jsonl"}
+            files = QuestionFiles(**fields | {"paths": [asked.removeprefix(FILES)]})
+            given = section.model_copy(update={"data": files, **widths})
+            source = GivenDocuments(read_documents(files), given, chunk, tokenizer)
+            yield asked, None, source, source.longest
+            continue
+        for task in tasks_named(asked):
+            difficulty = section.difficulty if task == section.task and section.data is None else {}
+            made = section.model_copy(
+                update={"task": task, "data": None, "difficulty": difficulty, "seed": seed, **widths}
+            )
+            for length in lengths:
+                chunks = -(-length // chunk)
+                yield task, length, _wide(TaskDocuments(made, chunk, tokenizer), chunks), chunks
+
+
+def _wide(source: TaskDocuments, chunks: int, sample: int = 16) -> TaskDocuments:
+    """A source whose windows hold the questions and answers of a sample, and some tokens more."""
+    documents = [source.document(number, chunks) for number in range(sample)]
+    encode, spare = source.tokenizer.encode, 4
+    source.question = max(source.question, *(spare + len(encode(f" {each.question}")) for each in documents))
+    source.answer = max(source.answer, *(spare + len(encode(f" {each.answers[0]}")) for each in documents))
+    return source
+
+
+class _Reader:
+    """A model's mechanisms, with documents of one source."""
+
+    def __init__(
+        self, loaded: Loaded, model: StageBModel, reasoning: Reasoning, source: DocumentEpisodes, chunks: int
+    ) -> None:
+        self._model, self._reasoning, self._source, self._chunks = model, reasoning, source, chunks
+        self._tokenizer, self._end = loaded.tokenizer, source.marks.end
+        self._device = loaded.model.embedding.weight.device
+        self._adapted = bool(loaded.model.adapters)
+
+    def mechanisms(self) -> dict[str, Callable[[range], _Answered]]:
+        """What a model of this configuration can answer from."""
+        phases = self._reasoning.phases
+        found: dict[str, Callable[[range], _Answered]] = {}
+        if phases.imitation.steps or phases.policy.steps:
+            found |= {"memory": self._from_memory, "last chunk": self._from_last_chunk}
+        if self._adapted:
+            found |= {"fast weights": self._from_fast_weights, "no writes": self._without_writes}
+        return found | {"whole text": self._from_whole_text}
+
+    @torch.no_grad()
+    def score(
+        self, task: str, length: int | None, mechanism: str, answer: Callable[[range], _Answered], numbers: range
+    ) -> DocumentScore:
+        """The score of one mechanism."""
+        exact = f1 = seconds = 0.0
+        tokens, facts = 0, [0, 0, 0]
+        for start in range(0, len(numbers), ROWS):
+            part = numbers[start : start + ROWS]
+            tokens += sum(
+                len(self._tokenizer.encode(self._source.document(number, self._chunks).context)) for number in part
+            )
+            asked = self._source.questions(part, self._chunks)
+            begun = time.perf_counter()
+            answered = answer(part)
+            seconds += time.perf_counter() - begun
+            facts = [before + more for before, more in zip(facts, answered.facts, strict=True)]
+            for text, question in zip(answered.texts, asked, strict=True):
+                exact += REWARDS["exact"](text, question.answers)
+                f1 += REWARDS["f1"](text, question.answers)
+        of_facts, captured, held = facts
+        return DocumentScore(
+            task,
+            length,
+            tokens / len(numbers),
+            mechanism,
+            len(numbers),
+            exact / len(numbers),
+            *wilson(exact, len(numbers)),
+            f1 / len(numbers),
+            captured / of_facts if of_facts else None,
+            held / captured if captured else None,
+            tokens / max(seconds, 1e-9),
+            self._memory(),
+        )
+
+    def _from_memory(self, numbers: range, *, last_only: bool = False) -> _Answered:
+        episodes = self._source.batch(numbers, self._chunks)
+        if last_only:
+            episodes = last_chunk_only(episodes, self._source.pad)
+        reading = read_episodes(
+            self._model.language_model,
+            Window.of(self._reasoning, self._source),
+            episodes,
+            temperature=0.0,
+            generator=torch.Generator(),
+            step_budget=self._reasoning.controller.step_budget,
+        )
+        facts = (reading.asked_BF, reading.captured_BF, reading.held_BF)
+        texts = [self._source.text(ids) for ids in reading.answer_BA.tolist()]
+        asked, captured, held = (int(part.sum()) for part in facts)
+        return _Answered(texts, (asked, captured, held))
+
+    def _from_last_chunk(self, numbers: range) -> _Answered:
+        return self._from_memory(numbers, last_only=True)
+
+    def _from_fast_weights(self, numbers: range, change: Callable[[Tensor], Tensor] | None = None) -> _Answered:
+        episodes = self._source.batch(numbers, self._chunks)
+        cache = read(self._model.language_model, episodes.chunks_BNC, self._reasoning.carry)
+        assert cache is not None
+        if change is not None:
+            cache = with_fast_weights(cache, change)
+        return _Answered([self._answer_from(cache, episodes, row) for row in range(len(numbers))])
+
+    def _without_writes(self, numbers: range) -> _Answered:
+        return self._from_fast_weights(numbers, zeroed)
+
+    def _answer_from(self, cache: Cache, episodes: Episodes, row: int) -> str:
+        ids = episodes.question_BQ[row]
+        question = ids[ids != self._source.pad].tolist()
+        marks = self._source.marks
+        prompt = torch.tensor([[marks.question, *question, marks.answer]], device=self._device)
+        own = select(cache, torch.tensor([row], device=self._device))
+        return self._decoded(prefill(self._model.language_model, prompt, own))
+
+    def _from_whole_text(self, numbers: range) -> _Answered:
+        texts = []
+        for number in numbers:
+            document = self._source.document(number, self._chunks)
+            prompt = f"{document.context}\nQuestion: {document.question}\nAnswer:"
+            prefix = prefill_rows(self._model.language_model, [self._tokenizer.encode(prompt)])
+            texts.append((self._decoded(prefix).splitlines() or [""])[0])
+        return _Answered(texts)
+
+    def _decoded(self, prefix: Prefix) -> str:
+        generated = decode(
+            self._model.language_model,
+            prefix,
+            self._source.answer,
+            temperature=0.0,
+            generator=torch.Generator(),
+            end=self._end,
+        )
+        return self._source.text(generated.tokens_BN[0][generated.mask_BN[0]].tolist())
+
+    def _memory(self) -> float:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) / 2**20
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / (2**20 if sys.platform == "darwin" else 2**10)

@@ -1,0 +1,361 @@
+"""Episodes of documents: a text of any length is cut into chunks of tokens, and a question about it is answered.
+
+`FileDocuments` reads documents, questions and answers from files of the user. `TaskDocuments` makes them by a generated
+task. A document is cut by its tokens alone, as `Session` cuts it, so a passage can lie in two chunks.
+
+Shapes: as in `episodes`. M: tokens of the memory's text after a chunk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cdrmix.config.schema_reasoning import EpisodesOfDocuments, QuestionFiles
+from cdrmix.data.sources.base import BadRecord, record_location
+from cdrmix.data.sources.files import find_files
+from cdrmix.data.sources.tables import decoded, json_lines
+from cdrmix.data.tasks import Filler, known_task, make_example
+from cdrmix.data.tasks.example import ANSWER
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.errors import ConfigError, CorpusError
+from cdrmix.reason.episodes import FIRST_HELD_OUT, Asked, Episodes, TextEpisodes
+
+SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
+WIDTH = 64  # tokens of a question and of an answer, if the configuration does not set them
+MAX_EXPANSION = 1000  # of compressed files, as data.max_expansion
+QUESTION = "\nQuestion: "  # what stands before the question of a generated task
+NOT_DEMONSTRATED = (
+    "the phase imitation needs facts, the passages that an answer needs, or memories, the memory after each chunk;"
+    " give them, or set reasoning.phases.imitation.steps: 0"
+)
+ATTEMPTS = 12  # lengths of text that are tried for a generated document
+SHORTER = 0.97  # of the length at which it would just fit, for the next attempt
+CHARACTERS_A_TOKEN = 4.0  # the first estimate
+
+
+class Document(NamedTuple):
+    """A text, a question about it, and its right answers.
+
+    facts: passages of the text that the answer needs. memories: the memory's text after each chunk; None: not given.
+    row: what a reward function is given. place: where the document is from, for messages.
+    """
+
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    facts: tuple[str, ...]
+    memories: tuple[str, ...] | None
+    row: Mapping[str, Any]
+    place: str
+
+
+class DocumentEpisodes(TextEpisodes):
+    """Documents as episodes. Documents with fewer chunks than others of the batch end with chunks of padding."""
+
+    least_chunks = 1
+    own_lengths: bool
+
+    def __init__(self, section: EpisodesOfDocuments, chunk: int, tokenizer: TextTokenizer) -> None:
+        super().__init__(tokenizer, chunk)
+        self.seed = section.seed
+        self.question, self.answer = section.question_tokens or WIDTH, section.answer_tokens or WIDTH
+        self._tokens = lru_cache(maxsize=1 << 12)(tokenizer.encode)
+
+    @property
+    @abstractmethod
+    def held_out(self) -> int | None:
+        """As of EpisodeSource."""
+
+    @abstractmethod
+    def document(self, number: int, chunks: int) -> Document:
+        """The document of an episode, which has at most `chunks` chunks where its source can choose its length."""
+
+    def batch(self, numbers: Sequence[int], chunks: int) -> Episodes:
+        """Episodes of documents. Raises ConfigError for one that has more than `chunks` chunks, or is too wide."""
+        documents = [self.document(number, chunks) for number in numbers]
+        for document in documents:
+            if problem := self._problem(document, chunks):
+                raise ConfigError(f"{document.place}: {problem}")
+        cut = [self._tokens(document.context) for document in documents]
+        count = max(1, *(self._chunks(ids) for ids in cut))
+        facts = [[self._encoded(f" {fact}") for fact in document.facts] for document in documents]
+        most, width = max(map(len, facts)), max((len(fact) for those in facts for fact in those), default=1)
+        empty = [self.pad] * width
+        places = [
+            [self._chunk_of(ids, fact) for fact in document.facts] for document, ids in zip(documents, cut, strict=True)
+        ]
+        return Episodes(
+            torch.stack([self._padded(self._encoded(f" {each.question}"), self.question) for each in documents]),
+            torch.stack([self._padded(ids, count * self.chunk).view(count, self.chunk) for ids in cut]),
+            torch.stack([self._padded(self._encoded(f" {each.answers[0]}"), self.answer) for each in documents]),
+            torch.tensor(
+                [[[*fact, *empty][:width] for fact in those] + [empty] * (most - len(those)) for those in facts],
+                dtype=torch.int64,
+            ).view(len(documents), most, width),
+            torch.tensor([those + [-1] * (most - len(those)) for those in places], dtype=torch.int64),
+            torch.tensor([[True] * len(those) + [False] * (most - len(those)) for those in places], dtype=torch.bool),
+            torch.ones(len(documents), count, dtype=torch.bool),
+        )
+
+    def questions(self, numbers: Sequence[int], chunks: int) -> list[Asked]:
+        """The questions as text, and the right answers to them."""
+        documents = [self.document(number, chunks) for number in numbers]
+        return [Asked(each.question, each.answers, each.row) for each in documents]
+
+    def memories(self, numbers: Sequence[int], chunks: int) -> Tensor | None:
+        """The memory's tokens after each chunk, int64 [B, N, M], padded; None if the first document has none."""
+        documents = [self.document(number, chunks) for number in numbers]
+        if documents[0].memories is None:
+            return None
+        rows = [[self._encoded(f" {text}") if text else [] for text in each.memories or ()] for each in documents]
+        count, width = max(map(len, rows)), max(len(ids) for row in rows for ids in row)
+        return torch.stack(
+            [torch.stack([self._padded(ids, width) for ids in [*row, *[[]] * (count - len(row))]]) for row in rows]
+        )
+
+    def _chunks(self, ids: Sequence[int]) -> int:
+        return -(-len(ids) // self.chunk)
+
+    def _problem(self, document: Document, chunks: int) -> str | None:
+        """What keeps a document from being an episode, with the remedy."""
+        question, answer = self._encoded(f" {document.question}"), self._encoded(f" {document.answers[0]}")
+        if len(question) > self.question:
+            return f"the question has {len(question)} tokens; raise question_tokens={self.question}"
+        if len(answer) > self.answer:
+            return f"the answer has {len(answer)} tokens; raise answer_tokens={self.answer}"
+        count = self._chunks(self._tokens(document.context))
+        if count > chunks:
+            return f"the document has {count} chunks of {self.chunk} tokens; raise chunks={chunks}, or reasoning.chunk"
+        if document.memories is not None and len(document.memories) != count:
+            return (
+                f"there are {len(document.memories)} memories, and the document has {count} chunks of {self.chunk}"
+                " tokens; give one memory for each chunk"
+            )
+        return None
+
+    def _chunk_of(self, ids: Sequence[int], fact: str) -> int:
+        """The chunk with a passage; -1 for a passage that lies in two."""
+        pieces = [self.tokenizer.token_bytes(token) for token in ids]
+        start = b"".join(pieces).find(fact.encode())
+        if start < 0:  # the tokenizer changes it
+            return -1
+        ends = np.cumsum([len(piece) for piece in pieces])
+        first, last = np.searchsorted(ends, [start, start + len(fact.encode()) - 1], side="right").tolist()
+        return int(first) // self.chunk if first // self.chunk == last // self.chunk else -1
+
+
+class FileDocuments(DocumentEpisodes):
+    """Documents of files. They are read at the first use, so a trained model does not need them.
+
+    Documents with the same text are all trained on, or all held out. Every epoch has its own order.
+    """
+
+    own_lengths = True
+
+    def __init__(self, section: EpisodesOfDocuments, chunk: int, tokenizer: TextTokenizer) -> None:
+        super().__init__(section, chunk, tokenizer)
+        assert section.data is not None
+        self._files = section.data
+        self._order = lru_cache(maxsize=2)(self._order_of)
+
+    @cached_property
+    def _questions(self) -> tuple[list[Document], list[Document]]:
+        return read_questions(self._files, self.seed)
+
+    @property
+    def held_out(self) -> int:
+        """The number of questions that are not trained on."""
+        return len(self._questions[1])
+
+    def document(self, number: int, chunks: int) -> Document:
+        """A row of the files: in training each once an epoch, and the held-out ones from FIRST_HELD_OUT on."""
+        train, held_out = self._questions
+        if number >= FIRST_HELD_OUT:
+            return held_out[(number - FIRST_HELD_OUT) % len(held_out)]
+        epoch, place = divmod(number, len(train))
+        return train[self._order(epoch)[place]]
+
+    def check(self, chunks: int, *, demonstrated: bool = False) -> None:
+        """Raises ConfigError if documents do not fit, with their number and the first of them.
+
+        demonstrated: every document that is trained on must have facts or memories.
+        """
+        train, held_out = self._questions
+        found = [
+            (document.place, problem)
+            for document in (*train, *held_out)
+            if (problem := self._problem(document, chunks))
+        ]
+        if demonstrated and not found:
+            found = [
+                (document.place, NOT_DEMONSTRATED)
+                for document in train
+                if not document.facts and document.memories is None
+            ]
+        if found:
+            place, problem = found[0]
+            rest = f" ({len(found) - 1:,} other documents do not fit either)" if len(found) > 1 else ""
+            raise ConfigError(f"{place}: {problem}{rest}")
+
+    def _order_of(self, epoch: int) -> list[int]:
+        generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+        order: list[int] = generator.permutation(len(self._questions[0])).tolist()
+        return order
+
+
+class GivenDocuments(DocumentEpisodes):
+    """A list of documents, all of them held out. Windows are wide enough for every question and answer."""
+
+    own_lengths = True
+
+    def __init__(
+        self, documents: Sequence[Document], section: EpisodesOfDocuments, chunk: int, tokenizer: TextTokenizer
+    ) -> None:
+        super().__init__(section, chunk, tokenizer)
+        self._documents = documents
+        self.question = max(self.question, *(len(self._encoded(f" {each.question}")) for each in documents))
+        self.answer = max(self.answer, *(len(self._encoded(f" {each.answers[0]}")) for each in documents))
+
+    @property
+    def held_out(self) -> int:
+        """The number of documents."""
+        return len(self._documents)
+
+    @property
+    def longest(self) -> int:
+        """Chunks of the longest document."""
+        return max(self._chunks(self._tokens(document.context)) for document in self._documents)
+
+    def document(self, number: int, chunks: int) -> Document:
+        """The documents in their order, from FIRST_HELD_OUT on."""
+        return self._documents[number - FIRST_HELD_OUT]
+
+
+class TaskDocuments(DocumentEpisodes):
+    """Documents of a generated task that has no chunks of its own, with the questions of its examples.
+
+    A document is about as long as `chunks` chunks, unless its task needs more.
+    """
+
+    own_lengths = False
+
+    def __init__(
+        self, section: EpisodesOfDocuments, chunk: int, tokenizer: TextTokenizer, filler: Filler | None = None
+    ) -> None:
+        super().__init__(section, chunk, tokenizer)
+        self._section, self._filler = section, filler
+        self._level = known_task(section.task).standard.changed(section.difficulty)
+        self._documents = lru_cache(maxsize=1 << 10)(self._document)
+
+    @property
+    def held_out(self) -> None:
+        """None: there are as many as are asked for."""
+
+    def document(self, number: int, chunks: int) -> Document:
+        """Example `number` of the task."""
+        return self._documents(number, chunks)
+
+    def _document(self, number: int, chunks: int) -> Document:
+        room = chunks * self.chunk
+        characters = int(room * CHARACTERS_A_TOKEN)
+        for _ in range(ATTEMPTS):
+            made = make_example(
+                self._section.task, self.seed, number, self._level.at_length(characters), filler=self._filler
+            )
+            context, _, rest = made.prompt.rpartition(QUESTION)
+            if not context:
+                raise ConfigError(f"tasks: {self._section.task!r} has no text before its question")
+            tokens = len(self.tokenizer.encode(context))
+            if tokens <= room:
+                break
+            characters = max(1, int(characters * SHORTER * room / tokens))
+        question = rest.removesuffix(f"\n{ANSWER}")
+        answers = (made.answer.strip(),)
+        row = {"task": self._section.task, "number": number, "question": question, "answers": list(answers)}
+        return Document(context, question, answers, (), None, row, f"{self._section.task} {number}")
+
+
+def read_documents(section: QuestionFiles) -> list[Document]:
+    """All rows of files. Raises CorpusError that names file and line."""
+    documents: list[Document] = []
+    for path in find_files(list(section.paths), SUFFIXES, key="reasoning: data.paths"):
+        for record in json_lines(path, MAX_EXPANSION):
+            place = record_location(str(path), record.number)
+            try:
+                if record.error:
+                    raise BadRecord(record.error)
+                documents.append(_parsed(decoded(record.raw), section, place))
+            except BadRecord as error:
+                raise CorpusError(f"{place} {error}") from error
+    if not documents:
+        raise CorpusError(f"reasoning: data.paths={section.paths} have no rows")
+    given = [document.memories is not None for document in documents]
+    if any(given) and not all(given):
+        without = documents[given.index(False)]
+        raise CorpusError(f"{without.place} has no field {section.memories_field!r}, which other rows have")
+    return documents
+
+
+def read_questions(section: QuestionFiles, seed: int) -> tuple[list[Document], list[Document]]:
+    """The documents that are trained on, and those that are held out. Raises CorpusError as `read_documents`."""
+    documents = read_documents(section)
+    held_out = [_is_held_out(document.context, seed, section.held_out) for document in documents]
+    parts = (
+        [document for document, held in zip(documents, held_out, strict=True) if not held],
+        [document for document, held in zip(documents, held_out, strict=True) if held],
+    )
+    for part, missing in zip(parts, ("to train on", "for the evaluation"), strict=True):
+        if not part:
+            raise CorpusError(
+                f"reasoning: data.held_out={section.held_out} leaves no document of {len(documents)} rows {missing};"
+                " give more documents, or another share"
+            )
+    return parts
+
+
+def _is_held_out(context: str, seed: int, share: float) -> bool:
+    digest = hashlib.blake2b(f"{seed}/{context}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def _parsed(record: Any, section: QuestionFiles, place: str) -> Document:
+    """A row as a document. Raises BadRecord."""
+    if not isinstance(record, dict):
+        raise BadRecord(f"is a JSON {type(record).__name__}, not an object")
+    context, question = (_text(record, field) for field in (section.context_field, section.question_field))
+    answers = record.get(section.answers_field)
+    answers = [answers] if isinstance(answers, str) else answers
+    if not _are_texts(answers) or not answers:
+        raise BadRecord(f"must have a text or a list of texts in the field {section.answers_field!r}")
+    facts = record.get(section.facts_field) or []
+    if not _are_texts(facts):
+        raise BadRecord(f"must have a list of texts in the field {section.facts_field!r}")
+    for fact in facts:
+        if fact not in context:
+            raise BadRecord(f"has the fact {json.dumps(fact)}, which is no passage of its context")
+    memories = record.get(section.memories_field)
+    if memories is not None and not (isinstance(memories, list) and all(isinstance(each, str) for each in memories)):
+        raise BadRecord(f"must have a list of strings in the field {section.memories_field!r}")
+    noted = None if memories is None else tuple(memories)
+    return Document(context, question, tuple(answers), tuple(facts), noted, record, place)
+
+
+def _text(record: Mapping[str, Any], field: str) -> str:
+    value = record.get(field)
+    if not isinstance(value, str) or not value.strip():
+        found = "no such field" if field not in record else json.dumps(value)[:40]
+        raise BadRecord(f"must have a text in the field {field!r} (found {found})")
+    return value
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) and each.strip() for each in value)

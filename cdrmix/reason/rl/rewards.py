@@ -1,0 +1,135 @@
+"""Rewards of an answer as text: how near it is to one of the right answers, or what a function of the user says.
+
+Texts are compared as in the evaluation of SQuAD (Rajpurkar et al., arXiv 1606.05250, section 6): without case,
+punctuation, the articles a, an, the, and with single spaces. Of several right answers the nearest counts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import os
+import re
+import string
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple
+
+from cdrmix.errors import ConfigError, PluginError
+from cdrmix.reason.episodes import Asked
+from cdrmix.registry import Registry, nearest
+
+GROUP = "cdrmix.rewards"
+LIKELIHOOD = "likelihood"  # needs the model, and is therefore computed where it is
+Reward = Callable[[str, str, Mapping[str, Any]], float]
+"""(question, the model's answer, row) -> the reward. row: the object of the file; see `Asked`."""
+
+REWARDS: Registry[Callable[[str, Sequence[str]], float]] = Registry("reward")
+"""(the model's answer, one of the right answers or more) -> from 0 to 1, by the name in the configuration."""
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def normalised(text: str) -> str:
+    """A text without case, punctuation and articles, with single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+@REWARDS("exact")
+def exact(answer: str, right: Sequence[str]) -> float:
+    """1 if the answer is a right one."""
+    return float(normalised(answer) in map(normalised, right))
+
+
+@REWARDS("contains")
+def contains(answer: str, right: Sequence[str]) -> float:
+    """1 if the words of a right answer stand in the answer, one after another."""
+    words = f" {normalised(answer)} "
+    return float(any(f" {normalised(each)} " in words for each in right))
+
+
+@REWARDS("f1")
+def f1(answer: str, right: Sequence[str]) -> float:
+    """The harmonic mean of the shares of common words in the answer and in a right one, with their numbers."""
+    return max(_f1(normalised(answer).split(), normalised(each).split()) for each in right)
+
+
+def _f1(answer: list[str], right: list[str]) -> float:
+    common = sum((Counter(answer) & Counter(right)).values())
+    if not answer or not right:
+        return float(answer == right)
+    return 2 * common / (len(answer) + len(right))
+
+
+class Scored(NamedTuple):
+    """The rewards of answers; None where the function failed. errors: what it failed with, once each."""
+
+    values: list[float | None]
+    errors: list[str]
+
+
+def reward_of(name: str) -> Reward:
+    """The reward of a name in the configuration: one of REWARDS, package:function, or an entry point of GROUP.
+
+    The folder in which the command runs is searched first for a package. Raises ConfigError for a name that is none of
+    these, PluginError for a function that cannot be imported or does not take three arguments.
+    """
+    if name in REWARDS.names():
+        compare = REWARDS[name]
+        return lambda _question, answer, row: compare(answer, row["answers"])
+    if ":" in name:
+        return _function(*name.split(":", 1), shown=name)
+    known = {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    if name in known:
+        return _function(*known[name].split(":", 1), shown=f"{name} = {known[name]}")
+    names = [*REWARDS.names(), LIKELIHOOD, *sorted(known)]
+    close = nearest(name, names)
+    hint = f"; did you mean {close!r}?" if close else ""
+    raise ConfigError(f"reasoning.rl.reward={name} is none of {', '.join(names)}, and no package:function{hint}")
+
+
+def scored(reward: Reward, asked: Sequence[Asked], answers: Sequence[str]) -> Scored:
+    """The reward of every answer. A function that raises, or returns no finite number, has failed for that answer."""
+    values: list[float | None] = []
+    errors: dict[str, None] = {}
+    for (question, right, row), answer in zip(asked, answers, strict=True):
+        try:
+            value = float(reward(question, answer, {"question": question, **row, "answers": list(right)}))
+        except Exception as error:  # noqa: BLE001  # any error of a user's function is that function's
+            values.append(None)
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            errors[f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"] = None
+            continue
+        if not math.isfinite(value):
+            errors[f"it returned {value}"] = None
+        values.append(value if math.isfinite(value) else None)
+    return Scored(values, list(errors))
+
+
+def _function(module: str, function: str = "", *, shown: str) -> Reward:
+    where = f"reasoning.rl.reward={shown}"
+    if os.getcwd() not in sys.path:  # a command does not search it, python -m does
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+        for part in function.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        raise PluginError(
+            f"{where}: there is no module {error.name!r} in this folder ({os.getcwd()}) or among the installed packages"
+        ) from error
+    except AttributeError as error:
+        raise PluginError(f"{where}: {error}; name it as package.module:function") from error
+    except Exception as error:
+        raise PluginError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        inspect.signature(found).bind("", "", {})
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{where} must be a function of three: question, answer, row: {error}") from error
+    reward: Reward = found
+    return reward

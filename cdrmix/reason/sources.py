@@ -1,0 +1,122 @@
+"""Makes the source of episodes that a section of the configuration describes, and checks all before training."""
+
+from __future__ import annotations
+
+import hashlib
+
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask
+from cdrmix.data.tasks import Filler, known_task
+from cdrmix.data.tasks import episode as text_episode
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.errors import ConfigError, CorpusError
+from cdrmix.reason.documents import FileDocuments, TaskDocuments, read_questions
+from cdrmix.reason.episodes import EpisodeSource, TextSource, TokenSource
+
+
+def source_of(
+    section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | None = None, filler: Filler | None = None
+) -> EpisodeSource:
+    """The source of a section of the configuration. Text needs the run's tokenizer."""
+    if section.tokens:
+        return TokenSource(section.task, section.seed, chunk, section.difficulty)
+    if tokenizer is None:
+        raise ConfigError(f"reasoning: {section.task} is text, and there is no tokenizer; set its tokens: true")
+    question = answer = None
+    if isinstance(section, EpisodesOfDocuments):
+        if section.data is not None:
+            return FileDocuments(section, chunk, tokenizer)
+        if known_task(section.task).episode is None:
+            return TaskDocuments(section, chunk, tokenizer, filler)
+        question, answer = section.question_tokens, section.answer_tokens
+    return TextSource(
+        section.task,
+        section.seed,
+        chunk,
+        section.difficulty,
+        tokenizer,
+        filler,
+        section.chunks,
+        question=question,
+        answer=answer,
+    )
+
+
+def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> None:
+    """Makes one episode of every task that a phase trains, at each number of chunks, to find mistakes before training.
+    Files are checked as a whole.
+
+    tokenizer: None leaves out the check that text fits the chunks. Raises ConfigError that names the section, and
+    CorpusError that names file and line.
+    """
+    reasoning = config.reasoning
+    assert reasoning is not None
+    phases = reasoning.phases
+    # plasticity's episodes have 2 chunks and more (those in token ids as many as hold the facts)
+    fewest = [] if reasoning.plasticity.tokens else [min(2, reasoning.plasticity.chunks)]
+    policy = [phases.policy.chunks] if phases.policy.chunks else []
+    used = {
+        "plasticity": (reasoning.plasticity, fewest, phases.plasticity.steps),
+        "acceptance": (reasoning.acceptance or reasoning.plasticity, [], phases.acceptance.steps),
+        "agent": (reasoning.agent, policy, phases.imitation.steps + phases.policy.steps),
+        "operations": (reasoning.operations, [], phases.operations_imitation.steps + phases.operations.steps),
+    }
+    for name, (section, others, steps) in used.items():
+        lengths = {section.chunks, *others, *reasoning.evaluation.chunks}
+        if isinstance(section, EpisodesOfDocuments) and section.data is not None:  # they have the length they have
+            lengths = {section.chunks, *others}
+        for chunks in sorted(lengths) if steps else ():
+            try:
+                demonstrated = name == "agent" and bool(phases.imitation.steps)
+                _check_one(config, section, chunks, tokenizer, demonstrated=demonstrated)
+            except ConfigError as error:
+                raise ConfigError(f"reasoning.{name}, an episode of {chunks} chunks: {error}") from error
+
+
+def _check_one(
+    config: Config, section: EpisodesOfTask, chunks: int, tokenizer: TextTokenizer | None, *, demonstrated: bool
+) -> None:
+    assert config.reasoning is not None
+    files = section.data if isinstance(section, EpisodesOfDocuments) else None
+    if tokenizer is None and not section.tokens:
+        if files is not None:
+            read_questions(files, section.seed)
+            return
+        known = known_task(section.task)
+        if known.episode is not None:
+            text_episode(
+                section.task, section.seed, 0, known.standard.changed({**section.difficulty, "chunks": chunks})
+            )
+            return
+        if isinstance(section, EpisodesOfDocuments):
+            known.standard.changed(section.difficulty)
+            return
+    source = source_of(section, config.reasoning.chunk, tokenizer)
+    if source.vocab_size > config.cdrmix_model.vocab_size:
+        raise ConfigError(
+            f"{section.task} has {source.vocab_size} ids; model.vocab_size is {config.cdrmix_model.vocab_size}"
+        )
+    if isinstance(source, FileDocuments):
+        source.check(chunks, demonstrated=demonstrated)
+        return
+    episodes = source.batch([0], chunks)
+    if demonstrated and not episodes.facts_BFW.numel():
+        raise ConfigError(
+            f"{section.task} has no demonstrations for the phase imitation, because it does not say which facts an"
+            " answer needs; set reasoning.phases.imitation.steps: 0, or take another task"
+        )
+
+
+def fingerprint_of_questions(config: Config) -> str | None:
+    """The SHA-256 of all questions and documents of the configuration's files; None without files."""
+    assert config.reasoning is not None
+    sections = (config.reasoning.plasticity, config.reasoning.agent)
+    files = [(section.data, section.seed) for section in sections if section.data is not None and not section.tokens]
+    digest = hashlib.sha256()
+    for data, seed in files:
+        try:
+            parts = read_questions(data, seed)
+        except CorpusError:
+            return None  # a finished phase does not need them any more
+        digest.update(repr([document._replace(place="") for part in parts for document in part]).encode())
+    return digest.hexdigest() if files else None

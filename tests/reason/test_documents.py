@@ -1,0 +1,240 @@
+"""Documents with questions: from files and from tasks, cut into chunks, and as demonstrations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
+import torch
+
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import EpisodesOfDocuments, QuestionFiles
+from cdrmix.data.tasks import make_example
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.errors import ConfigError, CorpusError
+from cdrmix.reason.agent.agent import Window
+from cdrmix.reason.agent.imitation import demonstrate, demonstrate_memories
+from cdrmix.reason.documents import FileDocuments, TaskDocuments
+from cdrmix.reason.episodes import FIRST_HELD_OUT
+from cdrmix.reason.sources import check_episodes, fingerprint_of_questions, source_of
+
+Write = Callable[..., Path]
+CHUNK = 32
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> TextTokenizer:
+    texts = [make_example("recall", 1, number, 2000).text for number in range(100)]
+    return TextTokenizer.train(texts, vocab_size=600, end_of_text="<|endoftext|>")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """`write(*rows)`: a file with these rows; a string is a line as it is."""
+
+    def file(*rows: dict[str, Any] | str, name: str = "questions.jsonl") -> Path:
+        path = tmp_path / name
+        lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    return file
+
+
+def row_of(number: int, **changes: Any) -> dict[str, Any]:
+    fact = f"The code of Dukuro is {1000 + number}."
+    filler = "The yellow river waited beyond the letter. " * (1 + number % 5)
+    row = {"context": f"{filler}{fact} {filler}".strip(), "question": "What is the code of Dukuro?"}
+    return {**row, "answers": [str(1000 + number)], "facts": [fact], **changes}
+
+
+def source(path: Path, tokenizer: TextTokenizer, **changes: Any) -> FileDocuments:
+    section = EpisodesOfDocuments(data=QuestionFiles(kind="jsonl", paths=[str(path)], held_out=0.3), **changes)
+    made = source_of(section, CHUNK, tokenizer)
+    assert isinstance(made, FileDocuments)
+    return made
+
+
+def test_chunks_are_the_document_and_hold_its_facts(write: Write, tokenizer: TextTokenizer) -> None:
+    rows = [row_of(number) for number in range(40)]
+    made = source(write(*rows), tokenizer, chunks=8)
+    by_question = {row["answers"][0]: row for row in rows}
+    assert 0 < made.held_out < 40
+    seen = []
+    for first, count in ((0, 40 - made.held_out), (FIRST_HELD_OUT, made.held_out)):
+        numbers = range(first, first + count)
+        episodes = made.batch(numbers, 8)
+        for place, asked in enumerate(made.questions(numbers, 8)):
+            row = by_question[asked.answers[0]]
+            seen.append(asked.answers[0])
+            assert made.text(episodes.chunks_BNC[place].flatten().tolist()) == row["context"]
+            assert made.text(episodes.question_BQ[place].tolist()) == row["question"]
+            assert made.text(episodes.answer_BA[place].tolist()) == row["answers"][0]
+            assert made.text(episodes.facts_BFW[place, 0].tolist()) == row["facts"][0]
+            chunk = int(episodes.fact_chunk_BF[place, 0])
+            texts = [made.text(ids.tolist()) for ids in episodes.chunks_BNC[place]]
+            assert (chunk < 0) == all(row["facts"][0] not in text for text in texts), "in two chunks, or in one"
+            assert chunk < 0 or row["facts"][0] in texts[chunk]
+    assert sorted(seen) == sorted(by_question), (
+        "an epoch has every document that is trained on once, others are held out"
+    )
+
+
+def test_epochs_have_orders_of_their_own(write: Write, tokenizer: TextTokenizer) -> None:
+    made = source(write(*(row_of(number) for number in range(40))), tokenizer, chunks=8)
+    count = 40 - made.held_out
+    epochs = [[made.document(epoch * count + place, 8).answers for place in range(count)] for epoch in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
+
+
+def test_questions_about_one_document_are_held_out_together(write: Write, tokenizer: TextTokenizer) -> None:
+    rows = [row_of(number, question=f"What is asked {asked}?") for number in range(30) for asked in range(3)]
+    made = source(write(*rows), tokenizer, chunks=8)
+    train = {made.document(number, 8).context for number in range(90 - made.held_out)}
+    held_out = {made.document(FIRST_HELD_OUT + number, 8).context for number in range(made.held_out)}
+    assert not train & held_out
+
+
+MISTAKES: dict[str, tuple[dict[str, Any] | str, str]] = {
+    "no JSON": ("{", r"questions.jsonl:3 is not JSON"),
+    "a list": ("[]", r"questions.jsonl:3 is a JSON list, not an object"),
+    "no context": (row_of(0, context=" "), r":3 must have a text in the field 'context' \(found \" \"\)"),
+    "no question": ({"context": "a", "answers": ["b"]}, r":3 must have a text in the field 'question' \(found no such"),
+    "no answers": (row_of(0, answers=[]), r":3 must have a text or a list of texts in the field 'answers'"),
+    "a number": (row_of(0, answers=[7]), r":3 must have a text or a list of texts in the field 'answers'"),
+    "an invented fact": (row_of(0, facts=["It rains."]), r':3 has the fact "It rains.", which is no passage'),
+    "facts in one text": (row_of(0, facts="It rains."), r":3 must have a list of texts in the field 'facts'"),
+    "memories in one text": (row_of(0, memories="none"), r":3 must have a list of strings in the field 'memories'"),
+    "some memories": (row_of(0, memories=["", ""]), r":1 has no field 'memories', which other rows have"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_a_file_is_named_with_its_line(name: str, write: Write, tokenizer: TextTokenizer) -> None:
+    row, message = MISTAKES[name]
+    path = write(*(row_of(number) for number in range(2)), row, *(row_of(number) for number in range(20)))
+    with pytest.raises(CorpusError, match=message):
+        source(path, tokenizer).batch([0], 4)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    with pytest.raises(CorpusError, match=r"reasoning: data.paths: nothing is at .*none.jsonl"):
+        source(tmp_path / "none.jsonl", tokenizer).batch([0], 4)
+
+
+WIDE: dict[str, tuple[dict[str, Any], str]] = {
+    "question": ({"question": "What " * 70 + "?"}, r"the question has \d+ tokens; raise question_tokens=64"),
+    "answer": ({"answers": ["1234 " * 40]}, r"the answer has \d+ tokens; raise answer_tokens=64"),
+    "document": ({"context": "The river. " * 200 + row_of(3)["facts"][0]}, r"has \d+ chunks .* raise chunks=8"),
+    "no demonstration": ({"facts": []}, r"the phase imitation needs facts"),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_all_documents_are_checked_before_training(name: str, write: Write, tokenizer: TextTokenizer) -> None:
+    changes, message = WIDE[name]
+    path = write(*(row_of(number) for number in range(20)), row_of(3, **changes), row_of(4, **changes))
+    overrides = [f"reasoning.agent={{chunks: 8, data: {{kind: jsonl, paths: [{path}]}}}}"]
+    config = Config.from_yaml("configs/cdrmix-reason-tiny.yaml", overrides)
+    with pytest.raises(
+        ConfigError, match=rf"reasoning.agent, an episode of 8 chunks: .*questions.jsonl:2[12]: {message}"
+    ):
+        check_episodes(config, tokenizer)
+
+
+def test_windows_are_as_wide_as_the_configuration_says(write: Write, tokenizer: TextTokenizer) -> None:
+    """A question of 60 tokens and an answer of 100."""
+    question, answer = "What is this? " * 12, "9 8 7 6 5 4 3 2 1 0 " * 5
+    made = source(
+        write(*(row_of(number, question=question, answers=[answer]) for number in range(20))),
+        tokenizer,
+        chunks=8,
+        question_tokens=128,
+        answer_tokens=128,
+    )
+    assert len(tokenizer.encode(f" {question}")) > 60
+    assert len(tokenizer.encode(f" {answer}")) >= 100
+    episodes = made.batch([0], 8)
+    assert made.text(episodes.question_BQ[0].tolist()) == question.strip()
+    assert made.text(episodes.answer_BA[0].tolist()) == answer.strip()
+
+
+def window_of(made: FileDocuments, memory: int = 40) -> Window:
+    return Window(made.question, memory, 1, made.chunk, made.answer, made.pad, made.marks)
+
+
+def test_a_chunk_that_a_short_document_lacks_is_not_demonstrated(write: Write, tokenizer: TextTokenizer) -> None:
+    made = source(write(*(row_of(number) for number in range(40))), tokenizer, chunks=8)
+    numbers = range(40 - made.held_out)
+    episodes = made.batch(numbers, 8)
+    turns, answers = demonstrate(window_of(made), episodes, 0.0, torch.Generator())
+    read_NB = (episodes.chunks_BNC != made.pad).any(2).T
+    assert not read_NB.all()
+    assert torch.equal(turns.mask_SN.any(1), read_NB.flatten())
+    captured_B = episodes.fact_chunk_BF[:, 0] >= 0
+    assert torch.equal(answers.mask_SN.any(1), captured_B), "no answer without the fact"
+
+
+def test_memories_are_demonstrated_as_they_are_given(write: Write, tokenizer: TextTokenizer) -> None:
+    def with_memories(number: int) -> dict[str, Any]:
+        row = row_of(number)
+        count = -(-len(tokenizer.encode(row["context"])) // CHUNK)
+        return {**row, "memories": [f"chunk {chunk} of {number}" for chunk in range(count)]}
+
+    made = source(write(*(with_memories(number) for number in range(30))), tokenizer, chunks=8)
+    numbers = range(30 - made.held_out)
+    episodes, memories = made.batch(numbers, 8), made.memories(numbers, 8)
+    assert memories is not None
+    window = window_of(made)
+    turns, answers = demonstrate_memories(window, episodes, memories)
+    count = episodes.chunks_BNC.shape[1]
+    for place, number in enumerate(numbers):
+        shown = ""
+        given = made.document(number, 8).memories
+        assert given is not None
+        for chunk in range(count):
+            sequence = chunk * len(numbers) + place
+            assert bool(turns.mask_SN[sequence].any()) == (chunk < len(given))
+            if chunk < len(given):
+                start = made.question + 2
+                assert made.text(turns.prompts_SL[sequence, start : start + window.memory].tolist()) == shown
+                shown = given[chunk]
+                assert made.text(turns.targets_SN[sequence][turns.mask_SN[sequence]].tolist()) == shown
+    assert answers.mask_SN.any(1).all()
+    with pytest.raises(ConfigError, match="a demonstrated memory has .* tokens; make reasoning.memory.tokens 4 larger"):
+        demonstrate_memories(window_of(made, memory=4), episodes, memories)
+    wrong = source(write(*(row_of(n, memories=[""] * 9) for n in range(20)), name="wrong.jsonl"), tokenizer, chunks=9)
+    with pytest.raises(ConfigError, match="there are 9 memories, and the document has . chunks of 32 tokens"):
+        wrong.check(9)
+
+
+@pytest.mark.parametrize("task", ["babilong_qa1", "ruler_niah_single_2", "recall"])
+def test_a_task_without_chunks_is_cut_into_them(task: str, tokenizer: TextTokenizer) -> None:
+    section = EpisodesOfDocuments(task=task, question_tokens=100, answer_tokens=64)
+    made = source_of(section, CHUNK, tokenizer)
+    assert isinstance(made, TaskDocuments)
+    episodes = made.batch(range(3), 16)
+    assert episodes.chunks_BNC.shape[1] <= 16
+    assert ((episodes.chunks_BNC != made.pad).any(2).sum(1) >= 12).all(), "about as long as asked for"
+    for asked, question_Q in zip(made.questions(range(3), 16), episodes.question_BQ, strict=True):
+        assert asked.question.endswith("?")
+        assert made.text(question_Q.tolist()) == asked.question
+
+
+def test_the_fingerprint_is_of_the_questions(write: Write) -> None:
+    rows = [row_of(number) for number in range(20)]
+
+    def fingerprint(path: Path) -> str | None:
+        override = f"reasoning.agent={{data: {{kind: jsonl, paths: [{path}]}}}}"
+        return fingerprint_of_questions(Config.from_yaml("configs/cdrmix-reason-tiny.yaml", [override]))
+
+    first = fingerprint(write(*rows))
+    assert first == fingerprint(write(*rows, name="other.jsonl"))
+    assert first != fingerprint(write(*rows, row_of(3, question="What now?")))
+    assert fingerprint_of_questions(Config.from_yaml("configs/cdrmix-reason-tiny.yaml")) is None
