@@ -29,7 +29,7 @@ from cdrmix.model.decoding import Prefix, prefill, prefill_rows
 from cdrmix.model.language_model import Cache
 from cdrmix.reason.agent.agent import Window, last_chunk_only, read_episodes
 from cdrmix.reason.build import load_stage_b
-from cdrmix.reason.documents import DocumentEpisodes, GivenDocuments, TaskDocuments, read_documents
+from cdrmix.reason.documents import GivenDocuments, TaskDocuments, read_documents
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.plasticity.phase import read, zeroed
@@ -40,7 +40,6 @@ from cdrmix.reason.sources import source_of
 
 FILES = "jsonl:"
 ROWS = 32  # documents that are read together
-OWN = "own"  # documents of files have the lengths they have
 
 
 class DocumentScore(NamedTuple):
@@ -91,11 +90,12 @@ def evaluate_documents(
     reasoning = reader_of_text(loaded)
     model = load_stage_b(loaded)
     rows: list[DocumentScore] = []
-    for name, length, source, chunks in _sources(loaded, reasoning, tasks, lengths, seed):
-        numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + min(count, source.held_out or count))
-        reader = _Reader(loaded, model, reasoning, source, chunks)
+    for name, length, source in _sources(loaded, reasoning, tasks, lengths, count, seed):
+        numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + source.held_out)
+        reader = _Reader(loaded, model, reasoning, source)
         for mechanism, answer in reader.mechanisms().items():
-            say(f"{name}, {OWN if length is None else length:,} tokens, {mechanism}: {len(numbers)} questions")
+            of_length = "" if length is None else f", {length:,} tokens"
+            say(f"{name}{of_length}, {mechanism}: {len(numbers)} questions")
             rows.append(reader.score(name, length, mechanism, answer, numbers))
     return rows
 
@@ -134,9 +134,9 @@ def tasks_named(asked: str) -> list[str]:
 
 
 def _sources(
-    loaded: Loaded, reasoning: Reasoning, tasks: Sequence[str] | None, lengths: Sequence[int], seed: int
-) -> Iterator[tuple[str, int | None, DocumentEpisodes, int]]:
-    """(name, length, source, most chunks) of everything that is asked for."""
+    loaded: Loaded, reasoning: Reasoning, tasks: Sequence[str] | None, lengths: Sequence[int], count: int, seed: int
+) -> Iterator[tuple[str, int | None, GivenDocuments]]:
+    """(name, length, documents) of everything that is asked for."""
     section, chunk, tokenizer = reasoning.agent, reasoning.chunk, loaded.tokenizer
     trained = source_of(section, chunk, tokenizer)
     widths = {"question_tokens": trained.question, "answer_tokens": trained.answer}
@@ -147,8 +147,7 @@ def _sources(
             fields = section.data.model_dump(exclude={"paths"}) if section.data is not None else {"kind": "jsonl"}
             files = QuestionFiles(**fields | {"paths": [asked.removeprefix(FILES)]})
             given = section.model_copy(update={"data": files, **widths})
-            source = GivenDocuments(read_documents(files), given, chunk, tokenizer)
-            yield asked, None, source, source.longest
+            yield asked, None, GivenDocuments(read_documents(files)[:count], given, chunk, tokenizer)
             continue
         for task in tasks_named(asked):
             difficulty = section.difficulty if task == section.task and section.data is None else {}
@@ -156,26 +155,16 @@ def _sources(
                 update={"task": task, "data": None, "difficulty": difficulty, "seed": seed, **widths}
             )
             for length in lengths:
-                chunks = -(-length // chunk)
-                yield task, length, _wide(TaskDocuments(made, chunk, tokenizer), chunks), chunks
-
-
-def _wide(source: TaskDocuments, chunks: int, sample: int = 16) -> TaskDocuments:
-    """A source whose windows hold the questions and answers of a sample, and some tokens more."""
-    documents = [source.document(number, chunks) for number in range(sample)]
-    encode, spare = source.tokenizer.encode, 4
-    source.question = max(source.question, *(spare + len(encode(f" {each.question}")) for each in documents))
-    source.answer = max(source.answer, *(spare + len(encode(f" {each.answers[0]}")) for each in documents))
-    return source
+                generated = TaskDocuments(made, chunk, tokenizer)
+                documents = [generated.document(FIRST_HELD_OUT + each, -(-length // chunk)) for each in range(count)]
+                yield task, length, GivenDocuments(documents, made, chunk, tokenizer)
 
 
 class _Reader:
     """A model's mechanisms, with documents of one source."""
 
-    def __init__(
-        self, loaded: Loaded, model: StageBModel, reasoning: Reasoning, source: DocumentEpisodes, chunks: int
-    ) -> None:
-        self._model, self._reasoning, self._source, self._chunks = model, reasoning, source, chunks
+    def __init__(self, loaded: Loaded, model: StageBModel, reasoning: Reasoning, source: GivenDocuments) -> None:
+        self._model, self._reasoning, self._source, self._chunks = model, reasoning, source, source.longest
         self._tokenizer, self._end = loaded.tokenizer, source.marks.end
         self._device = loaded.model.embedding.weight.device
         self._adapted = bool(loaded.model.adapters)

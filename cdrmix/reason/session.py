@@ -77,6 +77,7 @@ class Session:
         if len(ids) > self._source.question:
             raise ConfigError(
                 f"the question has {len(ids)} tokens; this model's window has space for {self._source.question}"
+                " (reasoning.agent.question_tokens of its training)"
             )
         self._question_1Q = self._row(ids, self._source.question)
         self._controller = Controller(loaded.model, reasoning) if loaded.model.adapters else None

@@ -64,7 +64,7 @@ def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> No
     for name, (section, others, steps) in used.items():
         lengths = {section.chunks, *others, *reasoning.evaluation.chunks}
         if isinstance(section, EpisodesOfDocuments) and section.data is not None:  # they have the length they have
-            lengths = {section.chunks, *others}
+            lengths = {section.chunks, *(policy if name == "agent" else [])}
         for chunks in sorted(lengths) if steps else ():
             try:
                 demonstrated = name == "agent" and bool(phases.imitation.steps)

@@ -149,3 +149,11 @@ def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
 def test_entropy_of_choices_that_are_not_allowed() -> None:
     logits = torch.tensor([[0.0, 0.0, -math.inf, -math.inf], [0.0] * 4])
     torch.testing.assert_close(entropy(logits), torch.tensor([math.log(2), math.log(4)]))
+
+
+def test_a_group_with_a_rollout_without_a_reward_is_dropped() -> None:
+    rewards = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    found = group_advantages(rewards, 2, usable_N=torch.tensor([True, True, True, False]))
+    assert found.kept_N.tolist() == [True, True, False, False]
+    assert found.advantages_N.tolist() == [-0.5, 0.5, 0.0, 0.0]
+    assert found.dropped_groups == 1

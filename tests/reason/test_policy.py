@@ -286,3 +286,67 @@ def test_imitation_learns(training: Callable[[Config, int, float], Config]) -> N
     first = sum(one.total.item() for one in outcomes(phase, model))
     *_, last = train_alone(training(config, 60, 1e-2), model, phase)
     assert last["loss"] < 0.7 * first
+
+
+def test_rollouts_in_parts_are_those_of_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts that are nearly greedy, since the drawn numbers depend on the rows that are made at once; the rewards
+    are numbers of a group's rollouts, so that every group teaches."""
+
+    def rewards_of(reading: Reading, *_: Any) -> Rewards:
+        total = torch.arange(len(reading.answer_BA), dtype=torch.float64) % 4
+        return Rewards(total, total, total, total)
+
+    monkeypatch.setattr(policy, "rewards_of", rewards_of)
+    model, gradients, records = model_of(), [], []
+    for rows in (None, 1, 8, 1000):
+        phase = phase_of(temperature=1e-6, rollouts_every=1)
+        phase.settings = phase.settings.model_copy(update={"rollout_rows": rows})
+        found = outcomes(phase, model)
+        gradients.append(gradient(model, found))
+        records.append(record_of(phase, found))
+        assert len(phase.shown) == 4, "the rollouts of the first question"
+    assert gradients[0].abs().max() > 0
+    for other, record in zip(gradients[1:], records[1:], strict=True):
+        # The same sums in another order: float32, some hundred terms of the largest gradient's size.
+        torch.testing.assert_close(other, gradients[0], rtol=0, atol=1e-5 * float(gradients[0].abs().max()))
+        assert record == pytest.approx(records[0], rel=1e-4, abs=1e-6)
+
+
+def test_the_likelihood_of_the_right_answer_is_a_reward() -> None:
+    """The geometric mean of the probabilities of the answer's tokens, by one pass a token."""
+    config = config_of(reward="likelihood")
+    source, phase, model = source_for(config), phase_of(reward="likelihood"), model_of()
+    episodes = source.batch(range(4), 2)
+    reading = read_episodes(
+        model.language_model,
+        phase.window,
+        episodes,
+        temperature=1.0,
+        generator=torch.Generator().manual_seed(1),
+        step_budget=8,
+        group=4,
+    )
+    found = phase.scorer.likelihood(model.language_model, reading, episodes, 4)
+    window = phase.window
+    for row in range(16):
+        answer = episodes.answer_BA[row // 4]
+        wanted = [*answer[answer != window.pad].tolist(), window.marks.end][: window.answer]
+        ids = torch.cat(
+            [
+                window.begin(episodes.question_BQ[row // 4 : row // 4 + 1])[0],
+                window.last(reading.memory.shown()[row : row + 1])[0],
+            ]
+        ).tolist()
+        logarithms = []
+        for token in wanted:
+            with torch.no_grad():
+                logits = model.language_model.logits(model.language_model(torch.tensor([ids])).hidden_BTD[:, -1])
+            logarithms.append(float(logits.log_softmax(-1)[0, token]))
+            ids.append(token)
+        # float32 logits of two passes with other lengths
+        assert float(found[row]) == pytest.approx(math.exp(sum(logarithms) / len(logarithms)), rel=1e-4)
+
+
+def test_token_ids_have_no_rewards_by_text() -> None:
+    with pytest.raises(ConfigError, match="reward=f1 compares texts, and the agent's task has none"):
+        outcomes(phase_of(reward="f1"), model_of())

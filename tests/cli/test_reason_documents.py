@@ -1,0 +1,173 @@
+"""Stage B on documents of the user, from the command line: training, rewards, resuming, and answers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import forked
+import pytest
+
+from cdrmix.cli import main
+from cdrmix.data.tasks import make_example
+from cdrmix.run_folder import read_metrics
+
+Arguments = Callable[..., list[str]]
+ROWS = 200
+REWARD = '''"""Part of the reward for any number, all of it for the right one; it fails for some answers."""
+
+
+def score(question, answer, row):
+    assert row["answers"] and question.startswith("What is the code of")
+    if sum(map(ord, answer)) % 16 == 0:
+        raise OverflowError(answer)
+    if answer in row["answers"]:
+        return 1.0
+    return 0.5 if answer.isdigit() else 0.001 * (len(answer) % 100)
+'''
+
+
+def settings(folder: Path) -> tuple[str, ...]:
+    return (
+        "train.steps=2",
+        "train.checkpoint_every=2",
+        "reasoning={chunk: 32, carry: fast, plastic_lora: {rank: 4, alpha: 0.5, decay: 1.0, rwkv7: [output]}, "
+        "controller: {step_budget: 64, max_branches: 1}, "
+        "memory: {dim: 16, top_k: 2, max_tokens: 1000, tokens: 32}, "
+        "rl: {horizon: 64, group_size: 4, latency_weight: 0.01, stability_weight: 0.1, "
+        "reward: 'rewards_of_a_user:score', rollouts_every: 2}, "
+        f"plasticity: {{data: {{kind: jsonl, paths: [{folder}/questions.jsonl]}}, chunks: 9, question_tokens: 96}}, "
+        f"agent: {{data: {{kind: jsonl, paths: [{folder}/questions.jsonl]}}, chunks: 9, question_tokens: 96, "
+        "answer_tokens: 128}, evaluation: {episodes: 2}}",
+        "reasoning.phases.plasticity={steps: 2, episodes: 4, micro_batch: 4}",
+        "reasoning.phases.imitation={steps: 2, episodes: 2, micro_batch: 32}",
+        "reasoning.phases.policy={steps: 3, episodes: 2, micro_batch: 32, rollout_rows: 4}",
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 documents, each with a question of some 60 tokens, and a file with a reward."""
+    path = tmp_path_factory.mktemp("user")
+    (path / "rewards_of_a_user.py").write_text(REWARD)
+    lines = []
+    for number in range(ROWS):
+        made = make_example("recall", 5, number, 150)
+        context, _, rest = made.prompt.rpartition("\nQuestion: ")
+        question, answer = rest.removesuffix("\nAnswer:"), made.answer.strip()
+        fact = next(f"{each}." for each in context.split(". ") if each.rstrip(".").endswith(answer)).replace("..", ".")
+        lines.append({"context": context, "question": question, "answers": [answer, "no"], "facts": [fact]})
+    (path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The command runs in the folder with the reward."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, arguments: Arguments) -> Path:
+    """An uninterrupted run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        assert main(["train", *arguments(*settings(folder), f"run.root={folder}/runs")]) == 0
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+@pytest.mark.slow
+def test_documents_are_trained_on_measured_and_shown(finished: Path) -> None:
+    summary = json.loads((finished / "metrics.json").read_text())
+    assert summary["finished"]
+    assert summary["mechanisms"].keys() == {"plasticity", "agent"}
+    assert summary["mechanisms"]["agent"].keys() == {"9"}
+    assert summary["demonstration"]["lines"][0].startswith("Question: What is the code of")
+    rows = [row for row in read_metrics(finished / "metrics.jsonl") if row.get("phase") == "policy"]
+    assert all(0 <= row["measures"]["reward_errors"] <= 1 for row in rows)
+    shown = read_metrics(finished / "rollouts.jsonl")
+    assert sorted({row["step"] for row in shown}) == [7, 9], "the first and the third step of the phase"
+    assert len(shown) == 2 * 4
+    assert all(row["right"][1] == "no" and 0 < len(row["memories"]) <= 9 for row in shown)
+    page = (finished / "report.html").read_text()
+    assert "Rollouts of the policy phase" in page
+    assert "memory after each chunk" in page
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_same_rollouts(finished: Path, inside: Path, arguments: Arguments) -> None:
+    root = inside / "killed"
+    command = ["train", *arguments(*settings(inside), f"run.root={root}")]
+    victim = forked.start(["-m", "cdrmix.cli", *command])  # in the folder of this process, with the reward
+
+    def in_policy() -> bool:
+        rows = [row for run in root.glob("*") for row in read_metrics(run / "metrics.jsonl")]
+        return any(row.get("phase") == "policy" for row in rows)
+
+    deadline = time.monotonic() + 200
+    while not in_policy():
+        assert victim.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    assert main([*command, "--resume", "auto"]) == 0
+    (run,) = root.iterdir()
+    assert (run / "rollouts.jsonl").read_text() == (finished / "rollouts.jsonl").read_text()
+    assert main(["compare", str(run), str(finished)]) == 0
+
+
+@pytest.mark.slow
+def test_a_changed_file_does_not_go_on_with_an_old_run(
+    inside: Path, arguments: Arguments, capfd: pytest.CaptureFixture[str]
+) -> None:
+    changed = inside / "changed"
+    changed.mkdir()
+    lines = (inside / "questions.jsonl").read_text().splitlines(keepends=True)
+    (changed / "questions.jsonl").write_text("".join(lines))
+    command = ["train", *arguments(*settings(changed), f"run.root={changed}/runs", "reasoning.phases.policy.steps=1")]
+    assert main(command) == 0
+    (run,) = (changed / "runs").iterdir()
+    (changed / "questions.jsonl").write_text("".join(lines[1:]))
+    capfd.readouterr()
+    summary = json.loads((run / "metrics.json").read_text())
+    (run / "metrics.json").write_text(json.dumps(summary | {"finished": False}))
+    assert main([*command, "--resume", "auto"]) == 3
+    assert "the questions have changed since this run began" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_eval_asks_by_every_mechanism(finished: Path, inside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tasks = f"qa1,jsonl:{inside}/questions.jsonl"
+    command = ["reason", "eval", "--model", str(finished), "--tasks", tasks, "--lengths", "256", "--count", "2"]
+    assert main([*command, "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out)
+    mechanisms = ["memory", "last chunk", "fast weights", "no writes", "whole text"]
+    assert [row["mechanism"] for row in rows] == 2 * mechanisms
+    assert [row["task"] for row in rows] == 5 * ["babilong_qa1"] + 5 * [f"jsonl:{inside}/questions.jsonl"]
+    for row in rows:
+        assert row["questions"] == 2
+        assert row["exact_low"] <= row["exact"] <= row["exact_high"]
+        assert row["tokens_per_second"] > 0
+        assert (row["capture"] is not None) == (row["task"].startswith("jsonl") and row["mechanism"] in mechanisms[:2])
+    assert main(command) == 0
+    assert "fast weights" in capfd.readouterr().out
+    assert main(["reason", "eval", "--model", str(finished), "--tasks", "qa9"]) == 2
+    assert "there is no task 'qa9'" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_question_about_a_file_is_answered(finished: Path, inside: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A question of some 60 tokens."""
+    (inside / "book.txt").write_text("The code of Dukuro is 7347. The old garden slept beside the river. " * 5)
+    question = "What is the code of Dukuro, which the text names once or more often?"
+    command = ["reason", "demo", "--model", str(finished), "--document", str(inside / "book.txt")]
+    assert main([*command, "--question", question]) == 0
+    assert "Answer from memory:" in capfd.readouterr().out
