@@ -63,13 +63,16 @@ class PlasticState(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """The result of an adapter: y [B, P + T, O], its new state's tensors, and the mean of beta 1/2 |v - A k|^2."""
+    """The result of an adapter: y [B, P + T, O] and its new state's tensors.
+
+    correlation: the mean of beta 1/2 |v - A k|^2; None without gradients, where nothing reads it.
+    """
 
     y: Tensor
     a: Tensor
     pending: Tensor
     last: Tensor
-    correlation: Tensor
+    correlation: Tensor | None
 
 
 class Adapter(nn.Module):
@@ -93,21 +96,29 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor, weight: Tensor, span: FastWeightSpan, state: PlasticState | None) -> Adapted:
         """x [B, P + T, I], the projection's input; weight [O, I]."""
         (starts_BT, prefix, scale_S), width = span, self.width
-        gates = 0 if self.gate is None else 1
-        slow: list[Tensor] = [self.keys, self.values]
-        if self.gate is not None:
-            slow.append(self.gate)
+        # The gate's part of the token before is beside the keys, because the next token needs both of this one.
+        slow = [self.keys, self.values] if self.gate is None else [self.keys, self.gate, self.values]
         own = ops.linear(x, torch.cat(slow))
         own = own if own.dtype == torch.float64 else own.float()
-        keys, values, before, here = own.split([width, self.rank, gates, gates], -1)
-        carried = torch.cat([keys, before], -1)[:, prefix:]
-        previous = _shifted(carried, None if state is None else state.last, starts_BT)
+        gates = 0 if self.gate is None else 1
+        carried, here, values = own.split([width + gates, gates, self.rank], -1)
+        first = torch.zeros_like(carried[:, :1]) if state is None else state.last.unsqueeze(1).to(own.dtype)
+        carried = torch.cat([carried[:, :prefix], first, carried[:, prefix:]] if prefix else [first, carried], 1)
+        keys, before = _unit(carried[..., :width]), carried[:, prefix:-1, width:]
+        k, q = keys[:, prefix:-1], keys[:, 1:]
+        if prefix:
+            q, here, values = (
+                torch.cat([keys[:, :prefix], keys[:, prefix + 1 :]], 1),
+                here[:, prefix:],
+                values[:, prefix:],
+            )
+        if starts_BT is not None:
+            k, before = (torch.where(starts_BT.unsqueeze(-1), 0.0, tensor) for tensor in (k, before))
         rate = 2 * torch.sigmoid(self.rate)
         if self.gate is None:
-            beta = rate.expand(carried.shape[:2]).to(own.dtype)
+            beta = rate.to(own.dtype).expand(k.shape[:2])
         else:
-            beta = rate * torch.sigmoid(previous[..., width] + here[:, prefix:, 0])
-        k, v = _unit(previous[..., :width]), values[:, prefix:]
+            beta = rate * torch.sigmoid(before + here).squeeze(-1)
         if state is None:
             zeros = own.new_zeros(x.shape[0], self.rank, width)
             state = PlasticState(zeros, zeros, zeros, 0)
@@ -116,9 +127,9 @@ class Adapter(nn.Module):
             x,
             weight,
             self.up,
-            _unit(keys),
+            q,
             k,
-            v,
+            values,
             scaled,
             state.a,
             state.pending,
@@ -131,8 +142,10 @@ class Adapter(nn.Module):
             starts=starts_BT,
             prefix=prefix,
         )
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.correlation_weight > 0):
-            correlation = self._correlation(k, v, beta, made.reads_A, state.position)
+        correlation = None
+        if torch.is_grad_enabled():
+            with torch.set_grad_enabled(self.config.correlation_weight > 0):
+                correlation = self._correlation(k, values, beta, made.reads_A, state.position)
         return Adapted(made.y, made.a, made.pending, carried[:, -1], correlation)
 
     def _correlation(self, k: Tensor, v: Tensor, beta: Tensor, reads_A: Tensor, position: int) -> Tensor:
@@ -147,13 +160,6 @@ class Adapter(nn.Module):
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_FLOOR)
-
-
-def _shifted(x: Tensor, last: Tensor | None, starts_BT: Tensor | None) -> Tensor:
-    """The token before each token: at a row's start `last`, at a document's start zeros."""
-    first = torch.zeros_like(x[:, :1]) if last is None else last.unsqueeze(1).to(x.dtype)
-    before = torch.cat([first, x[:, :-1]], 1)
-    return before if starts_BT is None else torch.where(starts_BT.unsqueeze(-1), 0.0, before)
 
 
 class FastWeightUpdate:
@@ -174,7 +180,8 @@ class FastWeightUpdate:
         y, a, pending, last, correlation = adapter(x, layer.weight, self._span, state)
         passed = (0 if state is None else state.position) + x.shape[1] - self._span.prefix
         self._after[name] = PlasticState(a, pending, last, passed % self._chunk)
-        self.correlation = correlation if self.correlation is None else self.correlation + correlation
+        if correlation is not None:
+            self.correlation = correlation if self.correlation is None else self.correlation + correlation
         return y
 
     def state(self) -> tuple[PlasticState, ...]:

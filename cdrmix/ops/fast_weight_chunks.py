@@ -11,7 +11,7 @@ from torch.nn import functional
 from cdrmix.kernels.fast_weights.reference import RULES
 from cdrmix.ops.backend import compute_dtype
 from cdrmix.ops.checks import state_dtype
-from cdrmix.ops.fast_weights import _delta, _project, plastic_commit
+from cdrmix.ops.fast_weights import _delta, _project, _write, plastic_commit
 
 
 class PlasticChunks(NamedTuple):
@@ -54,8 +54,10 @@ def plastic_chunks(
     position: tokens of the first chunk before the row, 0 to chunk - 1. Dimensions of beta in front of B are branches
     of the updates, for rows that end in the chunk in which they begin.
 
-    For the delta rule a chunk is a linear map, A' = pending M + U, with M the product of its I - beta k k^T. M and U
-    are computed for all chunks at once; M by the same rule from the identity, with values of 0. So only one product of
+    The row is cut where chunks begin, and no part of it is padded, so that the cost is that of its tokens: decoding
+    reads one token at a time. A piece of one chunk, whole or not, updates `pending` directly. Of several whole chunks
+    each is a linear map, for the delta rule A' = pending M + U, with M the product of its I - beta k k^T. M and U are
+    computed for all of them at once; M by the same rule from the identity, with values of 0. So only one product of
     [r, d] and [d, d] a chunk is sequential.
     Differentiable in all tensors but starts. Raises ValueError for an unknown rule.
     """
@@ -63,57 +65,65 @@ def plastic_chunks(
         raise ValueError(f"plastic_chunks: rule={rule!r}; choose one of {', '.join(RULES)}")
     batch, tokens = k.shape[0], k.shape[1]
     dtype, wide = compute_dtype(x), state_dtype(x)
-    count = -(-(position + tokens) // chunk)
-    branched = beta.ndim > 2
-    assert not branched or count == 1, "branches need rows within one chunk"
+    assert beta.ndim == 2 or position + tokens <= chunk, "branches need rows within one chunk"
     with torch.autocast(x.device.type, enabled=False):
-        q, k, v, beta = (tensor.to(wide) for tensor in (q, k, v, beta))
-        front, q = q[:, :prefix], q[:, prefix:]
-        over = ends = None
-        if starts is not None:
-            begun = _grid(starts.int().unsqueeze(-1), position, chunk, count).squeeze(-1).cumsum(-1)  # [B, N, C]
-            ends = begun[..., -1:, None] > 0  # chunks in which a document begins: earlier state is dropped
-            over = begun > 0
-            old = begun < begun[..., -1:]  # tokens of documents that end in their chunk
-        q, k, v = (_grid(tensor, position, chunk, count) for tensor in (q, k, v))
-        beta = _grid(beta.unsqueeze(-1), position, chunk, count).squeeze(-1)
-        if starts is not None:
-            beta = torch.where(old, 0.0, beta)
-            k, v = (torch.where(old.unsqueeze(-1), 0.0, tensor) for tensor in (k, v))
-        keep, add = _maps(rule, k, v, beta)
-        reads_A = []
-        for n in range(count):
-            reads_A.append(a)
-            if ends is not None:
-                pending = torch.where(ends[:, n], 0.0, pending)
-            new = add[..., n, :, :]
-            if keep is None:
-                pending = pending + new
-            elif rule == "oja":
-                pending = keep[..., n, :, :].mT @ pending + new
-            else:
-                pending = pending @ keep[..., n, :, :] + new
-            if (n + 1) * chunk <= position + tokens:
-                a = plastic_commit(pending, limit)
-                pending = decay * a
-            elif ends is not None:  # the rest of this chunk belongs to the new document, which reads zeros
-                a = torch.where(ends[:, n], 0.0, a)
-        before = torch.stack(reads_A, 1)
-        reads = alpha * (q @ before.mT)
-        if over is not None:
-            reads = torch.where(over.unsqueeze(-1), 0.0, reads)
-        reads = reads.flatten(1, 2)[:, position : position + tokens]
-        if prefix:
-            reads = torch.cat([alpha * (front @ before[:, 0].mT), reads], 1)
-        y = _project(x.to(dtype), w.to(dtype), b_up.to(dtype), reads.to(dtype))
-        return PlasticChunks(y.view(batch, -1, w.shape[0]), before, a, pending)
+        q, k, v, beta = (tensor if tensor.dtype == wide else tensor.to(wide) for tensor in (q, k, v, beta))
+        front = alpha * (q[:, :prefix] @ a.mT) if prefix else None
+        q = q[:, prefix:] if prefix else q
+        reads, reads_A = [], []
+        for first, count, length in _pieces(position, tokens, chunk):
+            last = first + count * length
+            queries, keys, values = (_cut(tensor, -2, first, count, length) for tensor in (q, k, v))
+            rates = _cut(beta, -1, first, count, length)
+            over = ends = None
+            if starts is not None:
+                begun = _cut(starts.int(), -1, first, count, length).cumsum(-1)  # [B, N, C]
+                ends = begun[..., -1:, None] > 0  # chunks in which a document begins: earlier state is dropped
+                over = (begun > 0).unsqueeze(-1)
+                old = begun < begun[..., -1:]  # tokens of documents that end in their chunk
+                rates = torch.where(old, 0.0, rates)
+                keys, values = (torch.where(old.unsqueeze(-1), 0.0, tensor) for tensor in (keys, values))
+            maps = _maps(rule, keys, values, rates) if count > 1 else None  # of one chunk: none is needed
+            before = []
+            for n in range(count):
+                before.append(a)
+                if ends is not None:
+                    pending = torch.where(ends[:, n], 0.0, pending)
+                if maps is None:
+                    pending = _write(rule, keys[:, 0], values[:, 0], rates[..., 0, :], pending)
+                else:
+                    pending = _applied(rule, *maps, n, pending)
+                if (position + last - (count - 1 - n) * length) % chunk == 0:
+                    a = plastic_commit(pending, limit)
+                    pending = decay * a
+                elif ends is not None:  # the rest of this chunk belongs to the new document, which reads zeros
+                    a = torch.where(ends[:, n], 0.0, a)
+            reads_A.append(torch.stack(before, 1) if count > 1 else before[0].unsqueeze(1))
+            read = alpha * (queries @ reads_A[-1].mT)
+            reads.append((read if over is None else torch.where(over, 0.0, read)).flatten(1, 2))
+        y = _project(x.to(dtype), w.to(dtype), b_up.to(dtype), _joined([front, *reads]).to(dtype))
+        return PlasticChunks(y.view(batch, -1, w.shape[0]), _joined(reads_A), a, pending)
 
 
-def _grid(tensor: Tensor, position: int, chunk: int, count: int) -> Tensor:
-    """[*, T, ...] at their positions in `count` chunks, [*, count, chunk, ...]; zeros before and after."""
-    tokens = tensor.shape[-2]
-    padded = functional.pad(tensor, (0, 0, position, count * chunk - position - tokens))
-    return padded.unflatten(-2, (count, chunk))
+def _pieces(position: int, tokens: int, chunk: int) -> list[tuple[int, int, int]]:
+    """The first token, the number of chunks and the tokens of each, of: the rest of a chunk, whole chunks, a part."""
+    rest = min(tokens, chunk - position) if position else 0
+    count, part = divmod(tokens - rest, chunk)
+    pieces = [(0, 1, rest), (rest, count, chunk), (rest + count * chunk, 1, part)]
+    return [piece for piece in pieces if piece[1] and piece[2]]
+
+
+def _cut(tensor: Tensor, axis: int, first: int, count: int, length: int) -> Tensor:
+    """The axis of tokens, from the token `first` on, as the axes [count, length]."""
+    if tensor.shape[axis] != count * length:
+        tensor = tensor.narrow(axis, first, count * length)
+    return tensor.unflatten(axis, (count, length))
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor:
+    """Tensors [B, *, ...] one after another; None is left out."""
+    tensors = [part for part in parts if part is not None]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)
 
 
 def _maps(rule: str, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -128,3 +138,12 @@ def _maps(rule: str, k: Tensor, v: Tensor, beta: Tensor) -> tuple[Tensor | None,
     last = _delta(keys, functional.pad(values, (0, width)), beta, state)
     add, keep = last[..., :rows, :], last[..., rows:, :]
     return keep, add.mT if rule == "oja" else add
+
+
+def _applied(rule: str, keep: Tensor | None, add: Tensor, n: int, pending: Tensor) -> Tensor:
+    """`pending` after the updates of the n-th chunk, by its map."""
+    if keep is None:
+        return pending + add[..., n, :, :]
+    if rule == "oja":
+        return keep[..., n, :, :].mT @ pending + add[..., n, :, :]
+    return pending @ keep[..., n, :, :] + add[..., n, :, :]

@@ -23,6 +23,7 @@ MOST_RANK = 128
 # Keys and values up to this width use wkv7. At 128, `plastic_delta` takes half of wkv7's time on a CPU, and a GPU has
 # no wkv7 kernel for float32 keys of 128.
 NARROW = 64
+FEW_TOKENS = 4  # up to so many tokens the delta rule is the update of one token after another
 SIZES = {
     "x": "*, T, I",
     "w": "O, I",
@@ -212,6 +213,11 @@ def _delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     whole = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], beta.shape[:-1], state.shape[:-2])
     k, v = (x.expand(*whole, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (k, v))
     beta, state = beta.expand(*whole, tokens).reshape(-1, tokens), state.expand(*whole, V, K).reshape(-1, V, K)
+    if tokens <= FEW_TOKENS:
+        for key, value, rate in zip(k.split(1, 1), v.split(1, 1), beta.split(1, 1), strict=True):
+            error = torch.baddbmm(value.mT, state, key.mT, alpha=-1)
+            state = torch.baddbmm(state, rate.unsqueeze(-1) * error, key)
+        return state.view(*whole, V, K)
     if max(K, V) > NARROW:
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, beta, state))
         last, _ = _plastic_delta(k.contiguous(), v.contiguous(), beta.contiguous(), state.contiguous(), save)
