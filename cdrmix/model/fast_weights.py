@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema_reasoning import PlasticLora
+from cdrmix.kernels.common.products import COLUMNS
 from cdrmix.model.initial_values import by_inputs, drawn
 
 NORM_FLOOR = 1e-6  # added to a key's squared length; the key of a document's first token, which has none, stays 0
@@ -94,11 +95,15 @@ class Adapter(nn.Module):
         self.rate = nn.Parameter(torch.zeros(1))  # not without dimensions, because DeepSpeed cannot send that
 
     def forward(self, x: Tensor, weight: Tensor, span: FastWeightSpan, state: PlasticState | None) -> Adapted:
-        """x [B, P + T, I], the projection's input; weight [O, I]."""
+        """x [B, P + T, I], the projection's input; weight [O, I].
+
+        One token of each row, on a CPU and without gradients, is `ops.plastic_step`, everything else
+        `ops.plastic_chunks`.
+        """
+        if state is not None and self._steps(x, span, state):
+            return self._step(x, weight, state)
         (starts_BT, prefix, scale_S), width = span, self.width
-        # The gate's part of the token before is beside the keys, because the next token needs both of this one.
-        slow = [self.keys, self.values] if self.gate is None else [self.keys, self.gate, self.values]
-        own = ops.linear(x, torch.cat(slow))
+        own = ops.linear(x, torch.cat(self._slow()))
         own = own if own.dtype == torch.float64 else own.float()
         gates = 0 if self.gate is None else 1
         carried, here, values = own.split([width + gates, gates, self.rank], -1)
@@ -147,6 +152,50 @@ class Adapter(nn.Module):
             with torch.set_grad_enabled(self.config.correlation_weight > 0):
                 correlation = self._correlation(k, values, beta, made.reads_A, state.position)
         return Adapted(made.y, made.a, made.pending, carried[:, -1], correlation)
+
+    def _slow(self) -> list[Tensor]:
+        """The slow weights that are multiplied with the input, [d + 2g + r, I].
+
+        The gate's part of the token before is beside the keys, because the next token needs both of this one.
+        """
+        return [self.keys, self.values] if self.gate is None else [self.keys, self.gate, self.values]
+
+    def _steps(self, x: Tensor, span: FastWeightSpan, state: PlasticState) -> bool:
+        """Whether x is one token of each row for `ops.plastic_step`."""
+        return (
+            x.shape[1] == 1
+            and not torch.is_grad_enabled()
+            and x.device.type == "cpu"
+            and span.starts_BT is None
+            and span.scale_S is None
+            and x.dtype == self.rate.dtype == state.a.dtype == ops.compute_dtype(x)
+            and state.pending.ndim == 3
+        )
+
+    def _step(self, x: Tensor, weight: Tensor, state: PlasticState) -> Adapted:
+        """One token of each row."""
+        config, (a, pending, last, position), slow = self.config, state, self._slow()
+        # Unused rows make their number a multiple of 16: else `ops.linear` is two products and a copy, 10 us more.
+        slow.append(self.keys[: -sum(map(len, slow)) % COLUMNS])
+        own = ops.linear(x, torch.cat(slow))
+        y_B1O = ops.linear(x, weight)
+        made = ops.plastic_step(
+            y_B1O.squeeze(1),
+            own.squeeze(1),
+            last,
+            self.up,
+            self.rate,
+            a,
+            pending,
+            chunk=self.chunk,
+            position=position,
+            alpha=config.alpha,
+            decay=config.decay,
+            limit=config.clamp,
+            rule=config.rule,
+            floor=NORM_FLOOR,
+        )
+        return Adapted(y_B1O, made.a, made.pending, made.last, None)
 
     def _correlation(self, k: Tensor, v: Tensor, beta: Tensor, reads_A: Tensor, position: int) -> Tensor:
         """The mean over tokens of beta 1/2 |v - A k|^2, with the A that the token's chunk read.

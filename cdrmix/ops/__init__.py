@@ -15,7 +15,7 @@ from cdrmix.kernels.rwkv7.reference import document_starts, token_shift
 from cdrmix.ops.attention import attention
 from cdrmix.ops.backend import backend, compute_dtype
 from cdrmix.ops.cross_entropy import linear_cross_entropy
-from cdrmix.ops.fast_weight_chunks import plastic_chunks
+from cdrmix.ops.fast_weight_chunks import plastic_chunks, plastic_step
 from cdrmix.ops.fast_weights import plastic_commit, plastic_lora
 from cdrmix.ops.linear import linear
 from cdrmix.ops.moe import moe_combine, moe_dispatch, moe_experts, moe_product
@@ -46,6 +46,7 @@ __all__ = [
     "plastic_chunks",
     "plastic_commit",
     "plastic_lora",
+    "plastic_step",
     "route_topk",
     "router_logits",
     "ssd_scan",
@@ -78,6 +79,7 @@ OPS: dict[str, Callable[..., object]] = {
     "plastic_lora": plastic_lora,
     "plastic_commit": plastic_commit,
     "plastic_chunks": plastic_chunks,
+    "plastic_step": plastic_step,
     "linear": linear,
     "linear_cross_entropy": linear_cross_entropy,
     "add_norm": add_norm,

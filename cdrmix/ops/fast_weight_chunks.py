@@ -1,17 +1,22 @@
-"""The plastic low-rank update over rows of many chunks: the updates of all chunks at once, then A chunk by chunk."""
+"""The plastic low-rank update over rows of many chunks: the updates of all chunks at once, then A chunk by chunk.
+
+`plastic_step` is its form for decoding: one token of every row, without gradients.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cdrmix.kernels.fast_weights.reference import RULES
-from cdrmix.ops.backend import compute_dtype
+from cdrmix.kernels.fast_weights import reference
+from cdrmix.ops.backend import backend, compute_dtype, kernels_of
 from cdrmix.ops.checks import state_dtype
 from cdrmix.ops.fast_weights import _delta, _project, _write, plastic_commit
+from cdrmix.ops.operator import operator
 
 
 class PlasticChunks(NamedTuple):
@@ -61,8 +66,7 @@ def plastic_chunks(
     [r, d] and [d, d] a chunk is sequential.
     Differentiable in all tensors but starts. Raises ValueError for an unknown rule.
     """
-    if rule not in RULES:
-        raise ValueError(f"plastic_chunks: rule={rule!r}; choose one of {', '.join(RULES)}")
+    _check_rule("plastic_chunks", rule)
     batch, tokens = k.shape[0], k.shape[1]
     dtype, wide = compute_dtype(x), state_dtype(x)
     assert beta.ndim == 2 or position + tokens <= chunk, "branches need rows within one chunk"
@@ -105,6 +109,108 @@ def plastic_chunks(
         return PlasticChunks(y.view(batch, -1, w.shape[0]), _joined(reads_A), a, pending)
 
 
+class PlasticStep(NamedTuple):
+    """The result for one token: y [B, O]; a and pending [B, r, d] as in PlasticChunks; last [B, d + g]."""
+
+    y: Tensor
+    a: Tensor
+    pending: Tensor
+    last: Tensor
+
+
+def plastic_step(
+    y: Tensor,
+    own: Tensor,
+    last: Tensor,
+    b_up: Tensor,
+    rate: Tensor,
+    a: Tensor,
+    pending: Tensor,
+    *,
+    chunk: int,
+    position: int,
+    alpha: float,
+    decay: float,
+    limit: float,
+    rule: str = "delta",
+    floor: float = 0.0,
+) -> PlasticStep:
+    """`plastic_chunks` for one token of every row, with the keys, rates and values made from their products.
+
+    On a CPU in float32 it is one loop over the rows; else operations of PyTorch.
+
+    y [B, O]: W x; alpha B A q is added in place. own [B, d + 2g + r]: the products of x_t with the slow weights, K x,
+    the parts g1 x and g2 x of the gate, and P x; g is 1 with a gate, else 0. Further columns are not used. last
+    [B, d + g]: K x and g1 x of the token before. b_up [O, r]; rate [1]; a, pending [B, r, d]. All of them are float32,
+    or all float64.
+        q = norm(K x_t), k = norm(K x_{t-1}), v = P x_t, norm(z) = z / sqrt(z . z + floor)
+        beta = 2 sigmoid(rate) sigmoid(g1 x_{t-1} + g2 x_t), without a gate 2 sigmoid(rate)
+    chunk, position, alpha, decay, limit and rule: as in `plastic_chunks`.
+    It has no gradient: raises ValueError where gradients are enabled, and for wrong shapes and an unknown rule.
+    """
+    _check_rule("plastic_step", rule)
+    if torch.is_grad_enabled():
+        raise ValueError("plastic_step has no gradient: call plastic_chunks, or wrap the call in torch.no_grad()")
+    batch, rank, width = a.shape
+    gates = last.shape[1] - width
+    shaped = y.shape == (batch, len(b_up)) and last.shape[0] == own.shape[0] == batch and pending.shape == a.shape
+    if not (
+        shaped and gates in (0, 1) and own.shape[1] >= width + 2 * gates + rank == width + 2 * gates + b_up.shape[1]
+    ):
+        tensors = {"y": y, "own": own, "last": last, "b_up": b_up, "a": a, "pending": pending}
+        found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"plastic_step: the shapes do not fit together: {found}")
+    gated = gates == 1
+    pending, last = _plastic_step(y, own, last, b_up, rate, a, pending, alpha, floor, gated, rule)
+    if position + 1 == chunk:
+        a = plastic_commit(pending, limit)
+        pending = decay * a
+    return PlasticStep(y, a, pending, last)
+
+
+@operator("cdrmix::plastic_step", mutates=("y",))
+def _plastic_step(
+    y: Tensor,
+    own: Tensor,
+    last: Tensor,
+    b_up: Tensor,
+    rate: Tensor,
+    a: Tensor,
+    pending: Tensor,
+    alpha: float,
+    floor: float,
+    gated: bool,
+    rule: str,
+) -> tuple[Tensor, Tensor]:
+    """The next `pending` and `last`; y is changed."""
+    kernels = kernels_of("fast_weights", "cpu") if backend(y) == "cpu" else reference
+    tensors = (y, *(tensor.contiguous() for tensor in (own, last, b_up, rate, a, pending)))
+    made: tuple[Tensor, Tensor] = kernels.step(*tensors, alpha=alpha, floor=floor, gated=gated, rule=rule)
+    return made
+
+
+@_plastic_step.register_fake
+def _(
+    y: Tensor,
+    own: Tensor,
+    last: Tensor,
+    b_up: Tensor,
+    rate: Tensor,
+    a: Tensor,
+    pending: Tensor,
+    alpha: float,
+    floor: float,
+    gated: bool,
+    rule: str,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(pending), torch.empty_like(last)
+
+
+def _check_rule(op: str, rule: str) -> None:
+    if rule not in reference.RULES:
+        raise ValueError(f"{op}: rule={rule!r}; choose one of {', '.join(reference.RULES)}")
+
+
 def _pieces(position: int, tokens: int, chunk: int) -> list[tuple[int, int, int]]:
     """The first token, the number of chunks and the tokens of each, of: the rest of a chunk, whole chunks, a part."""
     rest = min(tokens, chunk - position) if position else 0
@@ -120,7 +226,7 @@ def _cut(tensor: Tensor, axis: int, first: int, count: int, length: int) -> Tens
     return tensor.unflatten(axis, (count, length))
 
 
-def _joined(parts: list[Tensor | None]) -> Tensor:
+def _joined(parts: Sequence[Tensor | None]) -> Tensor:
     """Tensors [B, *, ...] one after another; None is left out."""
     tensors = [part for part in parts if part is not None]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, 1)

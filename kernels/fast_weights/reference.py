@@ -57,6 +57,40 @@ def plastic_lora_loop(
     return x @ w.mT + alpha * (torch.stack(reads, -2) @ b_up.mT), written
 
 
+def step(
+    y: Tensor,
+    own: Tensor,
+    last: Tensor,
+    b_up: Tensor,
+    rate: Tensor,
+    a: Tensor,
+    pending: Tensor,
+    *,
+    alpha: float,
+    floor: float,
+    gated: bool,
+    rule: str,
+) -> tuple[Tensor, Tensor]:
+    """One token: adds alpha B A q to y [B, O] in place, and returns `pending` after its update, and the next `last`.
+
+    The other arguments are those of `ops.plastic_step`.
+    """
+    width, gates = a.shape[-1], int(gated)
+    carried, here, v, _ = own.tensor_split([width + gates, width + 2 * gates, width + 2 * gates + a.shape[1]], -1)
+    keys = torch.stack([last[:, :width], carried[:, :width]], 1)
+    k, q = (keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + floor)).unsqueeze(-1).unbind(1)
+    beta = 2 * torch.sigmoid(rate).expand(len(y), 1)
+    if gated:
+        beta = beta * torch.sigmoid(last[:, width:] + here)
+    y += alpha * ((a @ q).squeeze(-1) @ b_up.mT)
+    v = v.unsqueeze(-1)
+    if rule == "delta":
+        v = v - pending @ k
+    elif rule == "oja":
+        k = k - pending.mT @ v
+    return torch.baddbmm(pending, beta.unsqueeze(-1) * v, k.mT), carried.contiguous()
+
+
 def project_forward(x: Tensor, w: Tensor, b_up: Tensor, reads: Tensor) -> Tensor:
     """y [S, R, O] = x w^T + reads b_up^T for x [R, I], w [O, I], b_up [O, r], reads [S, R, r]; one product x w^T."""
     base = mm(x, w.mT)

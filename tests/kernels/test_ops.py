@@ -106,6 +106,12 @@ def chunks(x: Arguments) -> tuple[Tensor, ...]:
     return made.y, made.reads_A, made.a, made.pending
 
 
+def step(x: Arguments) -> tuple[Tensor, ...]:
+    token = {name: tensor.detach().clone() for name, tensor in x.items()}
+    with torch.no_grad():
+        return ops.plastic_step(**token, chunk=6, position=5, alpha=0.5, decay=0.9, limit=2.0, floor=1e-6)
+
+
 def linear(x: Arguments) -> tuple[Tensor, ...]:
     return ops.linear(x["x"], x["w"]), ops.linear(x["x"], x["w"].mT, inputs_first=True)
 
@@ -191,6 +197,11 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
             "beta": (3, 40),
             "a": (3, 4, 4),
         },
+    ),
+    "plastic_step": (
+        step,
+        {"y": (3, 16), "own": (3, 14), "last": (3, 5), "b_up": (16, 4), "rate": (1,)}
+        | {"a": (3, 4, 4), "pending": (3, 4, 4)},
     ),
     "attention": (attention, {"q": (2, 50, 4, 16), "k": (2, 50, 2, 16), "v": (2, 50, 2, 16)}),
     "plastic_commit": (commit, {"a": (3, 12, 4)}),

@@ -79,16 +79,26 @@ def in_a_row(
     width=st.integers(1, 9),
     rule=st.sampled_from(["hebb", "delta", "oja"]),
     packed=st.booleans(),
+    singly=st.booleans(),
     data=st.data(),
 )
 def test_a_row_is_its_chunks_one_after_another_at_any_split(
-    seed: int, tokens: int, chunk: int, rank: int, width: int, rule: str, packed: bool, data: st.DataObject
+    seed: int,
+    tokens: int,
+    chunk: int,
+    rank: int,
+    width: int,
+    rule: str,
+    packed: bool,
+    singly: bool,
+    data: st.DataObject,
 ) -> None:
     x = tensors(seed, 2, tokens, rank, width, rule)
     starts = None
     if packed:
         starts = torch.rand(2, tokens, generator=torch.Generator().manual_seed(seed)) < 0.15
-    ends = sorted(data.draw(st.sets(st.integers(1, tokens), max_size=4)) | {tokens})
+    cuts = set(range(1, tokens)) if singly else data.draw(st.sets(st.integers(1, tokens), max_size=4))
+    ends = sorted(cuts | {tokens})
     y, a, pending = in_a_row(x, chunk, rule, starts, ends)
     expected_y, expected_a = by_chunks(x, chunk, rule, starts)
     assert (y - expected_y).abs().max() < BOUND
@@ -109,6 +119,91 @@ def test_gradients_are_those_of_chunks_one_after_another(rule: str) -> None:
     for name, one, two in zip(x, *gradients, strict=True):
         assert one.abs().max() > 0, name
         assert (one - two).abs().max() < 100 * BOUND, name
+
+
+def of_a_token(seed: int, batch: int, outputs: int, rank: int, width: int, gates: int) -> dict[str, Tensor]:
+    """The arguments of `plastic_step`, float64; own has two columns that are not used."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = {
+        "y": (batch, outputs),
+        "own": (batch, width + 2 * gates + rank + 2),
+        "last": (batch, width + gates),
+        "b_up": (outputs, rank),
+        "rate": (1,),
+        "a": (batch, rank, width),
+        "pending": (batch, rank, width),
+    }
+    return {name: torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+OF_STEPS = {"alpha": ALPHA, "decay": DECAY, "limit": LIMIT}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    batch=st.integers(1, 5),
+    sizes=st.tuples(st.integers(1, 19), st.integers(1, 17), st.integers(1, 33)),
+    gates=st.sampled_from([0, 1]),
+    rule=st.sampled_from(["hebb", "delta", "oja"]),
+    at=st.sampled_from([(1, 0), (5, 0), (5, 2), (5, 4)]),
+)
+def test_a_step_is_a_row_of_one_token_in_float64_and_in_the_kernel(
+    seed: int, batch: int, sizes: tuple[int, int, int], gates: int, rule: str, at: tuple[int, int]
+) -> None:
+    (outputs, rank, width), (chunk, position) = sizes, at
+    x = of_a_token(seed, batch, outputs, rank, width, gates)
+    own, last, place = x["own"], x["last"], {"chunk": chunk, "position": position, "rule": rule}
+
+    def unit(z: Tensor) -> Tensor:
+        return (z / (z.square().sum(-1, keepdim=True) + 1e-6).sqrt()).unsqueeze(1)
+
+    beta = 2 * x["rate"].sigmoid().expand(batch, 1)
+    if gates:
+        beta = beta * (last[:, width:] + own[:, width + 1 : width + 2]).sigmoid()
+    first = width + 2 * gates
+    values = own[:, None, first : first + rank]
+    inputs, w = x["y"].unsqueeze(1), torch.eye(outputs, dtype=torch.float64)
+    q, k = unit(own[:, :width]), unit(last[:, :width])
+    expected = ops.plastic_chunks(
+        inputs, w, x["b_up"], q, k, values, beta, x["a"], x["pending"], **place, **OF_STEPS
+    )  # fmt: skip
+    narrow = {name: tensor.float() for name, tensor in x.items()}
+    with torch.no_grad():
+        exact = ops.plastic_step(
+            **{name: tensor.clone() for name, tensor in x.items()}, **place, **OF_STEPS, floor=1e-6
+        )
+        made = ops.plastic_step(**narrow, **place, **OF_STEPS, floor=1e-6)
+    assert torch.equal(exact.last, own[:, : width + gates])
+    assert torch.equal(made.last, own[:, : width + gates].float())
+    # float32: A k sums at most 33 products of A and a unit vector, at most |A| sqrt(33) in all; B A q, or A^T v, sums 17
+    # of these. Inputs, norms, rates and each term are rounded once, and a sum of n terms at random grows the error by
+    # sqrt(n), not n: 8 roundings of the largest sum are twice what 2,000 examples had.
+    for name, one, two in zip(("y", "a", "pending"), exact, made, strict=False):
+        right = getattr(expected, name).squeeze(1) if name == "y" else getattr(expected, name)
+        size = 1 + sum(float(x[each].abs().max()) for each in ("y", "own", "a", "pending")) * rank * width**0.5
+        assert (one - right).abs().max() < 1e-12 * right.abs().max().clamp(min=1), name
+        assert (two - right).abs().max() < 8 * torch.finfo(torch.float32).eps * size, name
+
+
+def test_a_step_gives_a_row_the_same_bits_in_any_batch_and_refuses_what_does_not_fit() -> None:
+    x = {name: tensor.float() for name, tensor in of_a_token(1, 70, 24, 16, 64, 1).items()}  # two threads' work
+    options = {"chunk": 9, "position": 2, **OF_STEPS}
+
+    def step(**arguments: Tensor) -> tuple[Tensor, ...]:
+        return ops.plastic_step(**{name: tensor.clone() for name, tensor in arguments.items()}, **options)
+
+    with torch.no_grad():
+        whole = step(**x)
+        for row in (0, 33, 69):
+            alone = step(**{name: x[name] if name in ("b_up", "rate") else x[name][row : row + 1] for name in x})
+            assert all(torch.equal(one[0], all_rows[row]) for one, all_rows in zip(alone, whole, strict=True))
+        with pytest.raises(ValueError, match=r"do not fit together: .* pending \[70, 16, 63\]"):
+            step(**x | {"pending": x["pending"][..., 1:]})
+        with pytest.raises(ValueError, match="choose one of hebb, delta, oja"):
+            ops.plastic_step(**x, **options, rule="other")
+    with pytest.raises(ValueError, match="plastic_step has no gradient"):
+        step(**x)
 
 
 def test_a_prefix_reads_what_the_first_chunk_reads_and_writes_nothing() -> None:

@@ -6,6 +6,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
@@ -21,7 +23,7 @@ from cdrmix.model.cache import (
     unread,
     with_fast_weights,
 )
-from cdrmix.model.fast_weights import FastWeightOptions, FastWeightSpan, PlasticState
+from cdrmix.model.fast_weights import Adapter, FastWeightOptions, FastWeightSpan, PlasticState
 from cdrmix.model.language_model import LanguageModel
 
 CHUNK = 6
@@ -100,7 +102,13 @@ def test_a_later_token_cannot_change_an_earlier_one_and_is_read_from_the_next_ch
 
 @pytest.mark.gate
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_streaming_in_any_pieces_equals_the_full_forward(variant: dict) -> None:
+@pytest.mark.parametrize("gradients", [False, True])  # without them a token has a form of its own
+def test_streaming_in_any_pieces_equals_the_full_forward(variant: dict, gradients: bool) -> None:
+    with torch.set_grad_enabled(gradients):
+        _stream_in_pieces(variant)
+
+
+def _stream_in_pieces(variant: dict) -> None:
     model, tokens = make(**variant), ids(2, 29)
     whole = model(tokens, return_cache=True)
     for ends in ([5, 6, 7, 29], list(range(1, 30)), [6, 12, 18, 24, 29], [29]):
@@ -112,6 +120,60 @@ def test_streaming_in_any_pieces_equals_the_full_forward(variant: dict) -> None:
         assert (torch.cat(pieces, 1) - whole.hidden_BTD).abs().max() < BOUND
         for one, two in zip(fast_weights(state), fast_weights(whole.cache), strict=True):
             assert (one - two).abs().max() < BOUND
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    rows=st.integers(1, 5),
+    tokens=st.integers(1, 23),
+    chunk=st.integers(1, 9),
+    sizes=st.tuples(*[st.integers(1, 19)] * 4),
+    rule=st.sampled_from(["delta", "hebb", "oja"]),
+    gated=st.booleans(),
+    gradients=st.booleans(),
+    scales=st.sampled_from([None, [1.0], [0.5, 0.0]]),
+)
+def test_an_adapter_is_the_same_token_by_token(
+    seed: int,
+    rows: int,
+    tokens: int,
+    chunk: int,
+    sizes: tuple[int, int, int, int],
+    rule: str,
+    gated: bool,
+    gradients: bool,
+    scales: list[float] | None,
+) -> None:
+    (inputs, outputs, rank, more), random = sizes, torch.Generator().manual_seed(seed)
+    config = PlasticLora(rank=rank, key_width=rank + more, alpha=0.7, decay=0.9, rule=rule, gated=gated)
+    adapter = Adapter(inputs, outputs, config, chunk).double()
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=random) / 4)
+            if name == "values":  # values of a norm below 1, for which Oja's rule is stable
+                parameter /= 10 * inputs * rank**0.5
+    tokens = min(tokens, chunk) if scales else tokens  # branches are of one chunk
+    x = torch.randn(rows, tokens, inputs, generator=random, dtype=torch.float64)
+    weight = torch.randn(outputs, inputs, generator=random, dtype=torch.float64)
+    span = FastWeightSpan(scale_S=None if scales is None else torch.tensor(scales))
+    state, made = None, []
+    with torch.set_grad_enabled(gradients):
+        whole = adapter(x, weight, span, None)
+        for number, token in enumerate(x.split(1, 1)):
+            made.append(adapter(token, weight, span, state))
+            state = PlasticState(made[-1].a, made[-1].pending, made[-1].last, (number + 1) % chunk)
+    last = made[-1]
+    for one, two in (
+        (torch.cat([each.y for each in made], 1), whole.y),
+        (last.a, whole.a),
+        (last.pending, whole.pending),
+        (last.last, whole.last),
+    ):
+        assert one.shape == two.shape
+        # Sums of at most 38 products in another order, over 23 tokens that each keep at most what is there: 1,000
+        # roundings of 1.1e-16, relative to the largest value.
+        assert (one - two).abs().max() <= 1e-12 * two.abs().max()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
