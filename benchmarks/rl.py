@@ -3,6 +3,8 @@
 rollouts_*: equal prompts x groups and new tokens, temperature 1, equal numbers of parameters and layers; TRL's
 GRPOTrainer generates with transformers (its vLLM needs a GPU). reading: time of a token at 4,096 tokens over that at
 256, for the same rows. memory: bytes for reading 65,536 tokens, and how many more than for 4,096, in fresh processes.
+plastic, plastic_all: rollouts of cdrmix-reason-tiny with plastic adapters, with chunks of 512 tokens; TRL's; and the
+time over that of the same model without adapters, of 64 rows and of one.
 decoding: tokens a second of core-tiny, with random weights, that continues one prompt in 1, 8, 32 and 128 rows.
 As a program, `python rl.py TOKENS` prints the bytes by which reading so many tokens raises this process's memory.
 """
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from cases import Case, Options, Result, quantiles
@@ -40,6 +43,13 @@ SHORT, LONG, LONGEST = 256, 4096, 65536  # tokens of a document
 CHUNK = 16
 DECODED = (64, 32)  # tokens of the prompt, and new ones of each row
 DECODED_ROWS = (1, 8, 32, 128)
+ADAPTED = Path(__file__).parents[1] / "configs" / "cdrmix-reason-tiny.yaml"
+ADAPTED_CHUNK = 512  # of cdrmix-reason-1b; more than a rollout has
+ADAPTED_ROLLOUTS = (8, 8, 200, 64)  # prompts, rows of each, tokens of a prompt, new tokens
+ALL_PROJECTIONS: dict[str, list[str]] = {  # as in cdrmix-reason-1b
+    "attention": ["query", "key", "value", "output"],
+    "rwkv7": ["receptance", "key", "value"],
+}
 
 
 def cell(attention: int = 1) -> LanguageModel:
@@ -86,6 +96,88 @@ def rollouts(attention: int, length: int, new_tokens: int, options: Options) -> 
             "attention_layers": attention,
             "prompts": PROMPTS,
             "group": GROUP,
+            "prompt_tokens": length,
+            "new_tokens": new_tokens,
+            "parameters": parameters,
+            "peer_parameters": sum(parameter.numel() for parameter in peer.parameters()),
+            "device": "cpu",
+            "threads": 1,
+        },
+    )
+
+
+def adapted(projections: dict[str, list[str]], options: Options) -> Result:
+    """Tokens a second with adapters on these projections ({}: the configuration's) and of TRL; the time over without.
+
+    The time is of whole rollouts, the reading of the prompt included.
+    """
+    import rl_peers
+
+    config, (count, group, length, new_tokens) = Config.from_yaml(ADAPTED), ADAPTED_ROLLOUTS
+    base, models = config.reasoning, {}
+    assert base is not None
+    for enabled in (True, False):
+        lora = base.plastic_lora.model_copy(update={**projections, "enabled": enabled})
+        reasoning = base.model_copy(update={"chunk": ADAPTED_CHUNK, "plastic_lora": lora})
+        torch.manual_seed(1)
+        models[enabled] = LanguageModel(config.cdrmix_model, reasoning=reasoning).eval().requires_grad_(False)
+        with torch.no_grad():
+            for name, parameter in models[enabled].named_parameters():
+                if name.endswith(".up"):  # initially zeros
+                    parameter.normal_(std=0.05)
+    vocabulary = config.cdrmix_model.vocab_size
+    prompts = torch.randint(1, vocabulary, (count, length), generator=torch.Generator().manual_seed(1))
+    parameters = sum(parameter.numel() for parameter in models[True].parameters())
+    be_deterministic()  # as `cdrmix.load` sets it
+
+    def ours(enabled: bool, rows: int) -> int:
+        made = generate(
+            models[enabled],
+            prompts if rows > 1 else prompts[:1],
+            new_tokens,
+            temperature=1.0,
+            generator=torch.Generator().manual_seed(2),
+            group=group if rows > 1 else 1,
+        )
+        return int(made.mask_BN.sum())
+
+    names = [(enabled, rows) for rows in (count * group, 1) for enabled in (True, False)]
+    rates: dict[tuple[bool, int], list[float]] = {name: [] for name in names}
+    peer_rates = []
+    with one_thread(CPU), tempfile.TemporaryDirectory() as folder:
+        peer = rl_peers.llama(
+            vocabulary,
+            parameters,
+            d_model=config.cdrmix_model.d_model,
+            layers=4,
+            heads=2,
+            positions=length + new_tokens,
+        )
+        theirs = rl_peers.trl_rollouts(peer, prompts, group, new_tokens, folder)
+        for number in range(options.blocks + 1):
+            for name in names:
+                found = _rate(functools.partial(ours, *name))
+                if number:
+                    rates[name].append(found)
+            found = _rate(theirs)
+            if number:
+                peer_rates.append(found)
+    figures = {}
+    for rows in (count * group, 1):
+        over = [plain / mine for plain, mine in zip(rates[False, rows], rates[True, rows], strict=True)]
+        figures[f"time_over_without_{rows}"] = quantiles(over)["p50"]
+    return Result(
+        unit="tokens/s",
+        peer_name="TRL GRPOTrainer, transformers",
+        ours=rates[True, count * group],
+        peer=peer_rates,
+        figures=figures,
+        settings={
+            "config": ADAPTED.name,
+            "chunk": ADAPTED_CHUNK,
+            "adapters": models[True].adapters,
+            "prompts": count,
+            "group": group,
             "prompt_tokens": length,
             "new_tokens": new_tokens,
             "parameters": parameters,
@@ -221,6 +313,14 @@ CASES = {
     for name, shape in SHAPES.items()
 } | {
     "reading": Case(reading, "the memory agent's time a token, 4,096 tokens over 256", ("cpu",)),
+    "plastic": Case(
+        functools.partial(adapted, {}), "rollouts with plastic adapters, and the time over without", ("cpu",)
+    ),
+    "plastic_all": Case(
+        functools.partial(adapted, ALL_PROJECTIONS),
+        "the same with adapters on all projections of cdrmix-reason-1b",
+        ("cpu",),
+    ),
     "decoding": Case(decoding, "generated tokens/s at 1, 8, 32 and 128 rows; ratios to one row", ("cpu",)),
     "memory": Case(memory, "the memory agent's peak memory at 65,536 tokens, and over that at 4,096", ("cpu",)),
 }
