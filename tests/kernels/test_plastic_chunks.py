@@ -186,7 +186,11 @@ def test_a_step_is_a_row_of_one_token_in_float64_and_in_the_kernel(
         assert (two - right).abs().max() < torch.finfo(torch.float32).eps * size, name
 
 
-def test_a_step_gives_a_row_the_same_bits_in_any_batch_and_refuses_what_does_not_fit() -> None:
+def test_a_step_gives_a_row_the_same_bits_in_any_batch_and_refuses_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setenv("CDRMIX_BACKEND", "cpu")
     x = {name: tensor.float() for name, tensor in of_a_token(1, 70, 24, 16, 64, 1).items()}  # two threads' work
     options = {"chunk": 9, "position": 2, **OF_STEPS}
 
