@@ -35,6 +35,10 @@ class Phase(Protocol):
     def measures(self) -> tuple[str, ...]:
         """The names of Outcome.sums."""
 
+    @property
+    def rolls_out(self) -> bool:
+        """Whether `losses` runs the model, which therefore must have all its weights in every process."""
+
     def trains(self, parameter: str) -> bool:
         """Whether this phase changes a parameter, named as in a StageBModel."""
 
@@ -81,14 +85,15 @@ class PhaseObjective:
     """A phase as the trainer's objective.
 
     Under ZeRO-3 the forward passes of the trained model are collectives, so all processes must make the same number of
-    them. Rollouts differ in length between processes, and are therefore made by a copy of the model with all weights.
+    them. Rollouts differ in length between processes, and are therefore made by a copy of the model with all weights,
+    in the phases that have them.
     """
 
     balances_routers = False
 
     def __init__(self, phase: Phase, model: StageBModel, world: DistributedContext, *, copied: bool) -> None:
         self._phase, self._model, self._world = phase, model, world
-        self._rollout_model = copy.deepcopy(model).to(world.device) if copied else model
+        self._rollout_model = copy.deepcopy(model).to(world.device) if copied and phase.rolls_out else model
         self.phase: str | None = phase.name
         self.measures = phase.measures
 

@@ -139,6 +139,7 @@ class ImitationPhase:
     """Cross-entropy of the teacher's tokens, averaged over those of a step."""
 
     name = "imitation"
+    rolls_out = False
     measures = ("loss", "right", "tokens")
 
     def __init__(self, config: Config, source: EpisodeSource) -> None:

@@ -106,6 +106,7 @@ class PolicyPhase:
     """
 
     name = "policy"
+    rolls_out = True
     measures = (*ROLLED_OUT, *OF_TOKENS)
 
     def __init__(self, config: Config, source: EpisodeSource) -> None:

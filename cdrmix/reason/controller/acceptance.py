@@ -98,6 +98,7 @@ class AcceptancePhase:
     """
 
     name = "acceptance"
+    rolls_out = True
     measures = (
         "loss",
         "reward",

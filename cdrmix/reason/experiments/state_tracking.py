@@ -54,6 +54,7 @@ class TrackingPhase:
     """Cross-entropy of the product of every prefix, on words of lengths from 2 to `tokens`, all equally probable."""
 
     name = "tracking"
+    rolls_out = False
     measures = ("loss", "correct", "positions")
 
     def __init__(self, words: Words, tokens: int, rows: int, seed: int) -> None:

@@ -93,6 +93,7 @@ class OperationsImitationPhase:
     keys of different variables do not become different. `train: own` trains the heads and the summariser alone."""
 
     name = "operations_imitation"
+    rolls_out = False
     measures: tuple[str, ...] = (*("loss", "decisions", "agreed", "searches", "found", "answers", "right", "episodes"),)
 
     def __init__(self, config: Config, source: EpisodeSource) -> None:
@@ -203,6 +204,7 @@ class OperationsPhase:
     """Groups of rollouts of one question: operations of better rollouts become more probable."""
 
     name = "operations"
+    rolls_out = True
     measures: tuple[str, ...] = (
         *(
             "rollouts",

@@ -64,6 +64,7 @@ class PlasticityPhase:
     """Phase B1; see the module. seed: of the numbers of chunks of the steps; None: the configuration's."""
 
     name = "plasticity"
+    rolls_out = False
     measures = ("loss", "correct", "answers", "episodes", "correlation")
 
     def __init__(self, config: Config, source: EpisodeSource, seed: int | None = None) -> None:
