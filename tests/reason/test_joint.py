@@ -22,6 +22,7 @@ class Pull:
     """A phase whose loss is `strength` times the sum of the embedding, in two micro-batches."""
 
     measures = ("sum", "count")
+    rolls_out = False
 
     def __init__(self, name: str, strength: float, trained: str = "") -> None:
         self.name, self.strength, self.trained = name, strength, trained

@@ -99,16 +99,28 @@ def scored(reward: Reward, asked: Sequence[Asked], answers: Sequence[str]) -> Sc
     errors: dict[str, None] = {}
     for (question, right, row), answer in zip(asked, answers, strict=True):
         try:
-            value = float(reward(question, answer, {"question": question, **row, "answers": list(right)}))
-        except Exception as error:  # noqa: BLE001  # any error of a user's function is that function's
+            values.append(_called(reward, question, answer, {"question": question, **row, "answers": list(right)}))
+        except _FailedError as error:
             values.append(None)
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            errors[f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})"] = None
-            continue
-        if not math.isfinite(value):
-            errors[f"it returned {value}"] = None
-        values.append(value if math.isfinite(value) else None)
+            errors[str(error)] = None
     return Scored(values, list(errors))
+
+
+class _FailedError(Exception):
+    """A reward function failed for an answer. The message is the error and its place in the user's file."""
+
+
+def _called(reward: Reward, question: str, answer: str, row: Mapping[str, Any]) -> float:
+    """The reward. Raises _FailedError."""
+    try:
+        value = float(reward(question, answer, row))
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        raise _FailedError(f"{type(error).__name__}: {error} ({place})") from error
+    if not math.isfinite(value):
+        raise _FailedError(f"it returned {value}")
+    return value
 
 
 def _function(module: str, function: str = "", *, shown: str) -> Reward:
