@@ -31,6 +31,7 @@ from cdrmix.reason.agent.policy import PolicyPhase, message_of_idleness, objecti
 from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import train_alone
+from cdrmix.reason.rl import rollout
 from cdrmix.reason.rl.grpo import OBJECTIVES, Advantages
 from cdrmix.reason.sources import source_of
 from cdrmix.training.objective import Outcome
@@ -289,17 +290,18 @@ def test_imitation_learns(training: Callable[[Config, int, float], Config]) -> N
 
 
 def test_rollouts_in_parts_are_those_of_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rollouts that are nearly greedy, since the drawn numbers depend on the rows that are made at once. Those of a
-    group are equal then, so their advantages are set to 1 to 4, whose sum is not 0."""
+    """Rollouts of the most probable tokens, since the drawn numbers depend on the rows that are made at once. Those of
+    a group are equal then, so their advantages are set to 1 to 4, whose sum is not 0."""
 
     def group_advantages(rewards_N: torch.Tensor, group_size: int, **_: Any) -> Advantages:
         advantages = 1.0 + torch.arange(len(rewards_N), dtype=torch.float64) % group_size
         return Advantages(advantages, torch.ones(len(rewards_N), dtype=torch.bool), len(rewards_N) // group_size, 0)
 
     monkeypatch.setattr(policy, "group_advantages", group_advantages)
+    monkeypatch.setattr(rollout, "inverse", lambda probabilities_BV, _: probabilities_BV.argmax(-1, keepdim=True))
     model, gradients, records = model_of(), [], []
     for rows in (None, 1, 8, 1000):
-        phase = phase_of(temperature=1e-6, rollouts_every=1)
+        phase = phase_of(rollouts_every=1)
         phase.settings = phase.settings.model_copy(update={"rollout_rows": rows})
         found = outcomes(phase, model)
         gradients.append(gradient(model, found))
