@@ -27,6 +27,16 @@ def _write_strengths(strengths: list[float], branches: int) -> str | None:
     return f"at least reasoning.controller.max_branches={branches} of them" if len(strengths) < branches else None
 
 
+def _no_data(tokens: bool, data: object) -> str | None:
+    return "false with a section data, whose documents are text" if tokens and data is not None else None
+
+
+def _acceptance_of_documents(data: object, steps: int, own: object) -> str | None:
+    if data is None or not steps or own is not None:
+        return None
+    return "null, or a section reasoning.acceptance: that phase needs chunks of which some are false"
+
+
 RULES = (
     Rule(("reasoning.controller.write_strengths", "reasoning.controller.max_branches"), _write_strengths),
     Rule(("reasoning.acceptance.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps"), _within_budget),
@@ -41,6 +51,11 @@ RULES = (
             *(f"reasoning.phases.{name}.steps" for name in ("imitation", "policy")),
         ),
         _within_budget,
+    ),
+    *(Rule((f"reasoning.{name}.tokens", f"reasoning.{name}.data"), _no_data) for name in ("plasticity", "agent")),
+    Rule(
+        ("reasoning.plasticity.data", "reasoning.phases.acceptance.steps", "reasoning.acceptance"),
+        _acceptance_of_documents,
     ),
     Rule(("reasoning.phases.policy.chunks", STEP_BUDGET, "reasoning.phases.policy.steps"), _within_budget),
     *(

@@ -165,7 +165,7 @@ class _Reader:
 
     def __init__(self, loaded: Loaded, model: StageBModel, reasoning: Reasoning, source: GivenDocuments) -> None:
         self._model, self._reasoning, self._source, self._chunks = model, reasoning, source, source.longest
-        self._tokenizer, self._end = loaded.tokenizer, source.marks.end
+        self._tokenizer = loaded.tokenizer
         self._device = loaded.model.embedding.weight.device
         self._adapted = bool(loaded.model.adapters)
 
@@ -252,25 +252,26 @@ class _Reader:
         marks = self._source.marks
         prompt = torch.tensor([[marks.question, *question, marks.answer]], device=self._device)
         own = select(cache, torch.tensor([row], device=self._device))
-        return self._decoded(prefill(self._model.language_model, prompt, own))
+        return self._decoded(prefill(self._model.language_model, prompt, own), marks.end)
 
     def _from_whole_text(self, numbers: range) -> _Answered:
         texts = []
         for number in numbers:
             document = self._source.document(number, self._chunks)
             prompt = f"{document.context}\nQuestion: {document.question}\nAnswer:"
-            prefix = prefill_rows(self._model.language_model, [self._tokenizer.encode(prompt)])
-            texts.append((self._decoded(prefix).splitlines() or [""])[0])
+            ids = [self._tokenizer.first_id, *self._tokenizer.encode(prompt)]
+            prefix = prefill_rows(self._model.language_model, [ids])
+            texts.append((self._decoded(prefix, self._tokenizer.end_of_text_id).splitlines() or [""])[0])
         return _Answered(texts)
 
-    def _decoded(self, prefix: Prefix) -> str:
+    def _decoded(self, prefix: Prefix, end: int) -> str:
         generated = decode(
             self._model.language_model,
             prefix,
             self._source.answer,
             temperature=0.0,
             generator=torch.Generator(),
-            end=self._end,
+            end=end,
         )
         return self._source.text(generated.tokens_BN[0][generated.mask_BN[0]].tolist())
 

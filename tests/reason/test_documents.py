@@ -131,7 +131,10 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, tokenizer: TextTokeni
 WIDE: dict[str, tuple[dict[str, Any], str]] = {
     "question": ({"question": "What " * 70 + "?"}, r"the question has \d+ tokens; raise question_tokens=64"),
     "answer": ({"answers": ["1234 " * 40]}, r"the answer has \d+ tokens; raise answer_tokens=64"),
-    "document": ({"context": "The river. " * 200 + row_of(3)["facts"][0]}, r"has \d+ chunks .* raise chunks=8"),
+    "document": (
+        {"context": "The river. " * 200 + row_of(3)["facts"][0]},
+        r"the document has \d+ chunks .* raise chunks=8",
+    ),
     "no demonstration": ({"facts": []}, r"the phase imitation needs facts"),
 }
 
