@@ -6,7 +6,9 @@
     no writes      the same with fast weights of zeros
     whole text     the model reads the document and the question in one pass, without stage B
 
-Answers are greedy. exact, f1: see `rl.rewards`. Intervals: Wilson's, 95 %.
+Answers are greedy. score: of generated tasks that of `cdrmix eval --tasks`, of files 1 for a right answer (`exact` of
+`rl.rewards`). f1: see there. Intervals: Wilson's, 95 %; too wide where a score can be between 0 and 1. An answer from
+the whole text is the first line. Questions of files that the model was trained on are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema_reasoning import QuestionFiles, Reasoning
-from cdrmix.data.tasks import TASKS, known_task
+from cdrmix.data.tasks import TASKS, known_task, score
+from cdrmix.errors import ConfigError, CorpusError
 from cdrmix.eval.intervals import wilson
 from cdrmix.inference.load import Loaded
 from cdrmix.model.cache import select, with_fast_weights
@@ -29,8 +32,8 @@ from cdrmix.model.decoding import Prefix, prefill, prefill_rows
 from cdrmix.model.language_model import Cache
 from cdrmix.reason.agent.agent import Window, last_chunk_only, read_episodes
 from cdrmix.reason.build import load_stage_b
-from cdrmix.reason.documents import GivenDocuments, TaskDocuments, read_documents
-from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes
+from cdrmix.reason.documents import Document, GivenDocuments, TaskDocuments, read_documents, read_questions
+from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, by_length
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.plasticity.phase import read, zeroed
 from cdrmix.reason.rl.rewards import REWARDS
@@ -46,7 +49,7 @@ class DocumentScore(NamedTuple):
     """One mechanism's answers to questions of one task and length.
 
     length: tokens asked for; None for documents of files. tokens: mean tokens of a document. questions: their number.
-    exact: share of the right answers, with its interval. f1: of their words. capture, retention: of the memory; None
+    score: see the module; its interval. f1: of the words. capture, retention: of the memory; None
     without facts. tokens_per_second: of documents, with their answers. memory_mib: largest so far of the device, on a
     CPU of the process.
     """
@@ -56,9 +59,9 @@ class DocumentScore(NamedTuple):
     tokens: float
     mechanism: str
     questions: int
-    exact: float
-    exact_low: float
-    exact_high: float
+    score: float
+    low: float
+    high: float
     f1: float
     capture: float | None
     retention: float | None
@@ -90,7 +93,7 @@ def evaluate_documents(
     reasoning = reader_of_text(loaded)
     model = load_stage_b(loaded)
     rows: list[DocumentScore] = []
-    for name, length, source in _sources(loaded, reasoning, tasks, lengths, count, seed):
+    for name, length, source in _sources(loaded, reasoning, tasks, lengths, count, seed, say):
         numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + source.held_out)
         reader = _Reader(loaded, model, reasoning, source)
         for mechanism, answer in reader.mechanisms().items():
@@ -103,12 +106,12 @@ def evaluate_documents(
 def table(rows: Sequence[DocumentScore]) -> str:
     """The scores as aligned lines."""
     lines: list[tuple[str, ...]] = [
-        ("task", "tokens", "mechanism", "questions", "exact", "95 %", "f1", "capture", "retention", "tokens/s", "MiB")
+        ("task", "tokens", "mechanism", "questions", "score", "95 %", "f1", "capture", "retention", "tokens/s", "MiB")
     ]
     for row in rows:
         shares = ["-" if share is None else f"{share:.3f}" for share in (row.capture, row.retention)]
-        bounds = f"{row.exact_low:.3f} to {row.exact_high:.3f}"
-        figures = (f"{row.exact:.3f}", bounds, f"{row.f1:.3f}", *shares)
+        bounds = f"{row.low:.3f} to {row.high:.3f}"
+        figures = (f"{row.score:.3f}", bounds, f"{row.f1:.3f}", *shares)
         speed = (f"{row.tokens_per_second:,.0f}", f"{row.memory_mib:,.0f}")
         lines.append((row.task, f"{row.tokens:,.0f}", row.mechanism, str(row.questions), *figures, *speed))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -134,7 +137,13 @@ def tasks_named(asked: str) -> list[str]:
 
 
 def _sources(
-    loaded: Loaded, reasoning: Reasoning, tasks: Sequence[str] | None, lengths: Sequence[int], count: int, seed: int
+    loaded: Loaded,
+    reasoning: Reasoning,
+    tasks: Sequence[str] | None,
+    lengths: Sequence[int],
+    count: int,
+    seed: int,
+    say: Callable[[str], None],
 ) -> Iterator[tuple[str, int | None, GivenDocuments]]:
     """(name, length, documents) of everything that is asked for."""
     section, chunk, tokenizer = reasoning.agent, reasoning.chunk, loaded.tokenizer
@@ -145,9 +154,12 @@ def _sources(
     for asked in tasks:
         if asked.startswith(FILES):
             fields = section.data.model_dump(exclude={"paths"}) if section.data is not None else {"kind": "jsonl"}
+            if asked == FILES:
+                raise ConfigError(f"--tasks {FILES} names no file; give {FILES}FILE")
             files = QuestionFiles(**fields | {"paths": [asked.removeprefix(FILES)]})
             given = section.model_copy(update={"data": files, **widths})
-            yield asked, None, GivenDocuments(read_documents(files)[:count], given, chunk, tokenizer)
+            documents = _not_trained_on(read_documents(files), section.data, asked, say)
+            yield asked, None, GivenDocuments(documents[:count], given, chunk, tokenizer)
             continue
         for task in tasks_named(asked):
             difficulty = section.difficulty if task == section.task and section.data is None else {}
@@ -158,6 +170,28 @@ def _sources(
                 generated = TaskDocuments(made, chunk, tokenizer)
                 documents = [generated.document(FIRST_HELD_OUT + each, -(-length // chunk)) for each in range(count)]
                 yield task, length, GivenDocuments(documents, made, chunk, tokenizer)
+
+
+def _not_trained_on(
+    documents: list[Document], trained: QuestionFiles | None, name: str, say: Callable[[str], None]
+) -> list[Document]:
+    """The documents that the phases did not train on, as far as their files are still there.
+
+    Raises ConfigError if none is left.
+    """
+    if trained is None:
+        return documents
+    try:
+        contexts = {document.context for document in read_questions(trained)[0]}
+    except CorpusError as error:
+        say(f"{name}: it is not known which documents the model was trained on: {error}")
+        return documents
+    kept = [document for document in documents if document.context not in contexts]
+    if len(kept) < len(documents):
+        say(f"{name}: {len(documents) - len(kept):,} of {len(documents):,} questions were trained on, and are left out")
+    if not kept:
+        raise ConfigError(f"{name}: the model was trained on all of these documents; name others")
+    return kept
 
 
 class _Reader:
@@ -184,7 +218,7 @@ class _Reader:
         self, task: str, length: int | None, mechanism: str, answer: Callable[[range], _Answered], numbers: range
     ) -> DocumentScore:
         """The score of one mechanism."""
-        exact = f1 = seconds = 0.0
+        total = f1 = seconds = 0.0
         tokens, facts = 0, [0, 0, 0]
         for start in range(0, len(numbers), ROWS):
             part = numbers[start : start + ROWS]
@@ -196,8 +230,9 @@ class _Reader:
             answered = answer(part)
             seconds += time.perf_counter() - begun
             facts = [before + more for before, more in zip(facts, answered.facts, strict=True)]
-            for text, question in zip(answered.texts, asked, strict=True):
-                exact += REWARDS["exact"](text, question.answers)
+            for number, text, question in zip(part, answered.texts, asked, strict=True):
+                example = self._source.document(number, self._chunks).example
+                total += REWARDS["exact"](text, question.answers) if example is None else score(example, text)
                 f1 += REWARDS["f1"](text, question.answers)
         of_facts, captured, held = facts
         return DocumentScore(
@@ -206,8 +241,8 @@ class _Reader:
             tokens / len(numbers),
             mechanism,
             len(numbers),
-            exact / len(numbers),
-            *wilson(exact, len(numbers)),
+            total / len(numbers),
+            *wilson(total, len(numbers)),
             f1 / len(numbers),
             captured / of_facts if of_facts else None,
             held / captured if captured else None,
@@ -237,11 +272,15 @@ class _Reader:
 
     def _from_fast_weights(self, numbers: range, change: Callable[[Tensor], Tensor] | None = None) -> _Answered:
         episodes = self._source.batch(numbers, self._chunks)
-        cache = read(self._model.language_model, episodes.chunks_BNC, self._reasoning.carry)
-        assert cache is not None
-        if change is not None:
-            cache = with_fast_weights(cache, change)
-        return _Answered([self._answer_from(cache, episodes, row) for row in range(len(numbers))])
+        texts = [""] * len(numbers)
+        for rows, part in by_length(episodes, self._source.pad):
+            cache = read(self._model.language_model, part.chunks_BNC, self._reasoning.carry)
+            assert cache is not None
+            if change is not None:
+                cache = with_fast_weights(cache, change)
+            for place, row in enumerate(rows):
+                texts[row] = self._answer_from(cache, part, place)
+        return _Answered(texts)
 
     def _without_writes(self, numbers: range) -> _Answered:
         return self._from_fast_weights(numbers, zeroed)

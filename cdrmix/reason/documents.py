@@ -13,7 +13,8 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from cdrmix.data.sources.base import BadRecord, record_location
 from cdrmix.data.sources.files import find_files
 from cdrmix.data.sources.tables import decoded, json_lines
 from cdrmix.data.tasks import Filler, known_task, make_example
-from cdrmix.data.tasks.example import ANSWER
+from cdrmix.data.tasks.example import ANSWER, Example
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, CorpusError
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Asked, Episodes, TextEpisodes
@@ -46,7 +47,7 @@ class Document(NamedTuple):
     """A text, a question about it, and its right answers.
 
     facts: passages of the text that the answer needs. memories: the memory's text after each chunk; None: not given.
-    row: what a reward function is given. place: where the document is from, for messages.
+    row: what a reward function is given. place: where the document is from, for messages. example: of a generated task.
     """
 
     context: str
@@ -56,10 +57,15 @@ class Document(NamedTuple):
     memories: tuple[str, ...] | None
     row: Mapping[str, Any]
     place: str
+    example: Example | None = None
 
 
 class DocumentEpisodes(TextEpisodes):
-    """Documents as episodes. Documents with fewer chunks than others of the batch end with chunks of padding."""
+    """Documents as episodes. Documents with fewer chunks than others of the batch end with chunks of padding.
+
+    In training the first chunk may be shorter, so that every fact lies in one chunk. Held-out documents are cut as
+    `Session` cuts them; the chunk of a fact is the one in which it ends.
+    """
 
     least_chunks = 1
     own_lengths: bool
@@ -85,17 +91,20 @@ class DocumentEpisodes(TextEpisodes):
         for document in documents:
             if problem := self._problem(document, chunks):
                 raise ConfigError(f"{document.place}: {problem}")
-        cut = [self._tokens(document.context) for document in documents]
-        count = max(1, *(self._chunks(ids) for ids in cut))
+        cut = [self._cut(document, chunks, number) for document, number in zip(documents, numbers, strict=True)]
+        count = max(1, *(len(pieces) for pieces, _ in cut))
         facts = [[self._encoded(f" {fact}") for fact in document.facts] for document in documents]
         most, width = max(map(len, facts)), max((len(fact) for those in facts for fact in those), default=1)
         empty = [self.pad] * width
-        places = [
-            [self._chunk_of(ids, fact) for fact in document.facts] for document, ids in zip(documents, cut, strict=True)
-        ]
+        places = [of_facts for _, of_facts in cut]
         return Episodes(
             torch.stack([self._padded(self._encoded(f" {each.question}"), self.question) for each in documents]),
-            torch.stack([self._padded(ids, count * self.chunk).view(count, self.chunk) for ids in cut]),
+            torch.stack(
+                [
+                    torch.stack([self._padded(ids, self.chunk) for ids in [*pieces, *[[]] * (count - len(pieces))]])
+                    for pieces, _ in cut
+                ]
+            ),
             torch.stack([self._padded(self._encoded(f" {each.answers[0]}"), self.answer) for each in documents]),
             torch.tensor(
                 [[[*fact, *empty][:width] for fact in those] + [empty] * (most - len(those)) for those in facts],
@@ -142,15 +151,37 @@ class DocumentEpisodes(TextEpisodes):
             )
         return None
 
-    def _chunk_of(self, ids: Sequence[int], fact: str) -> int:
-        """The chunk with a passage; -1 for a passage that lies in two."""
+    def _cut(self, document: Document, chunks: int, number: int) -> tuple[list[list[int]], list[int]]:
+        """The tokens of each chunk, and the chunk of each fact; -1 in training for a fact that lies in two chunks."""
+        ids = self._tokens(document.context)
+        spans = [self._spans(ids, fact) for fact in document.facts]
+        shift = 0
+        if number < FIRST_HELD_OUT and document.memories is None:  # those were written for the plain cut
+            shifts = [shift for shift in range(self.chunk) if -(-(shift + len(ids)) // self.chunk) <= chunks]
+            shift = min(shifts, key=lambda shift: sum(self._chunk_of(those, shift) < 0 for those in spans), default=0)
+        bounds = [0, *range(self.chunk - shift, len(ids), self.chunk), len(ids)]
+        pieces = [ids[start:end] for start, end in pairwise(bounds)]
+        places = [self._chunk_of(those, shift) for those in spans]
+        if number >= FIRST_HELD_OUT:
+            places = [(those[0][1] // self.chunk if those else -1) for those in spans]
+        return pieces, places
+
+    def _chunk_of(self, spans: Sequence[tuple[int, int]], shift: int) -> int:
+        """The first chunk that has one of the spans as a whole, if the first chunk lacks `shift` tokens; -1: none."""
+        whole = [first for first, last in spans if (first + shift) // self.chunk == (last + shift) // self.chunk]
+        return (whole[0] + shift) // self.chunk if whole else -1
+
+    def _spans(self, ids: Sequence[int], fact: str) -> list[tuple[int, int]]:
+        """The first and the last token of every place of a passage; empty if the tokenizer changes it."""
         pieces = [self.tokenizer.token_bytes(token) for token in ids]
-        start = b"".join(pieces).find(fact.encode())
-        if start < 0:  # the tokenizer changes it
-            return -1
+        text, wanted = b"".join(pieces), fact.encode()
         ends = np.cumsum([len(piece) for piece in pieces])
-        first, last = np.searchsorted(ends, [start, start + len(fact.encode()) - 1], side="right").tolist()
-        return int(first) // self.chunk if first // self.chunk == last // self.chunk else -1
+        spans, start = [], text.find(wanted)
+        while start >= 0:
+            first, last = np.searchsorted(ends, [start, start + len(wanted) - 1], side="right").tolist()
+            spans.append((int(first), int(last)))
+            start = text.find(wanted, start + 1)
+        return spans
 
 
 class FileDocuments(DocumentEpisodes):
@@ -169,7 +200,7 @@ class FileDocuments(DocumentEpisodes):
 
     @cached_property
     def _questions(self) -> tuple[list[Document], list[Document]]:
-        return read_questions(self._files, self.seed)
+        return read_questions(self._files)
 
     @property
     def held_out(self) -> int:
@@ -184,10 +215,11 @@ class FileDocuments(DocumentEpisodes):
         epoch, place = divmod(number, len(train))
         return train[self._order(epoch)[place]]
 
-    def check(self, chunks: int, *, demonstrated: bool = False) -> None:
+    def check(self, chunks: int, *, demonstrated: bool = False, memory: int | None = None) -> None:
         """Raises ConfigError if documents do not fit, with their number and the first of them.
 
-        demonstrated: every document that is trained on must have facts or memories.
+        demonstrated: every document that is trained on must have facts or memories. memory: tokens that a turn writes,
+        which must hold them; None: not checked.
         """
         train, held_out = self._questions
         found = [
@@ -196,15 +228,24 @@ class FileDocuments(DocumentEpisodes):
             if (problem := self._problem(document, chunks))
         ]
         if demonstrated and not found:
+            check_demonstrated(train)
+        if demonstrated and memory is not None and not found:
             found = [
-                (document.place, NOT_DEMONSTRATED)
-                for document in train
-                if not document.facts and document.memories is None
+                (document.place, problem) for document in train if (problem := self._memory_problem(document, memory))
             ]
         if found:
             place, problem = found[0]
             rest = f" ({len(found) - 1:,} other documents do not fit either)" if len(found) > 1 else ""
             raise ConfigError(f"{place}: {problem}{rest}")
+
+    def _memory_problem(self, document: Document, memory: int) -> str | None:
+        if document.memories is None:
+            needed, what = sum(len(self._encoded(f" {fact}")) for fact in document.facts), "facts have"
+        else:
+            needed, what = max(len(self._encoded(f" {text}")) for text in document.memories), "largest memory has"
+        if needed <= memory:
+            return None
+        return f"the {what} {needed} tokens, a turn writes {memory}; raise reasoning.memory.tokens (of a part: / heads)"
 
     def _order_of(self, epoch: int) -> list[int]:
         generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
@@ -221,7 +262,7 @@ class GivenDocuments(DocumentEpisodes):
         self, documents: Sequence[Document], section: EpisodesOfDocuments, chunk: int, tokenizer: TextTokenizer
     ) -> None:
         super().__init__(section, chunk, tokenizer)
-        self._documents = documents
+        self._documents = [document._replace(memories=None) for document in documents]
         self.question = max(self.question, *(len(self._encoded(f" {each.question}")) for each in documents))
         self.answer = max(self.answer, *(len(self._encoded(f" {each.answers[0]}")) for each in documents))
 
@@ -281,7 +322,7 @@ class TaskDocuments(DocumentEpisodes):
         question = rest.removesuffix(f"\n{ANSWER}")
         answers = (made.answer.strip(),)
         row = {"task": self._section.task, "number": number, "question": question, "answers": list(answers)}
-        return Document(context, question, answers, (), None, row, f"{self._section.task} {number}")
+        return Document(context, question, answers, (), None, row, f"{self._section.task} {number}", made)
 
 
 def read_documents(section: QuestionFiles) -> list[Document]:
@@ -305,10 +346,18 @@ def read_documents(section: QuestionFiles) -> list[Document]:
     return documents
 
 
-def read_questions(section: QuestionFiles, seed: int) -> tuple[list[Document], list[Document]]:
+def check_demonstrated(documents: Sequence[Document]) -> None:
+    """Raises ConfigError if a document has nothing that imitation could demonstrate."""
+    found = [document.place for document in documents if not document.facts and document.memories is None]
+    if found:
+        rest = f" ({len(found) - 1:,} other documents have none either)" if len(found) > 1 else ""
+        raise ConfigError(f"{found[0]}: {NOT_DEMONSTRATED}{rest}")
+
+
+def read_questions(section: QuestionFiles) -> tuple[list[Document], list[Document]]:
     """The documents that are trained on, and those that are held out. Raises CorpusError as `read_documents`."""
     documents = read_documents(section)
-    held_out = [_is_held_out(document.context, seed, section.held_out) for document in documents]
+    held_out = [_is_held_out(document.context, section.held_out) for document in documents]
     parts = (
         [document for document, held in zip(documents, held_out, strict=True) if not held],
         [document for document, held in zip(documents, held_out, strict=True) if held],
@@ -322,8 +371,9 @@ def read_questions(section: QuestionFiles, seed: int) -> tuple[list[Document], l
     return parts
 
 
-def _is_held_out(context: str, seed: int, share: float) -> bool:
-    digest = hashlib.blake2b(f"{seed}/{context}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def _is_held_out(context: str, share: float) -> bool:
+    """By the text alone, so that all sections and texts that differ in white space agree."""
+    digest = hashlib.blake2b(" ".join(context.split()).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
@@ -336,14 +386,15 @@ def _parsed(record: Any, section: QuestionFiles, place: str) -> Document:
     answers = [answers] if isinstance(answers, str) else answers
     if not _are_texts(answers) or not answers:
         raise BadRecord(f"must have a text or a list of texts in the field {section.answers_field!r}")
-    facts = record.get(section.facts_field) or []
+    facts = record.get(section.facts_field)
+    facts = [] if facts is None else facts
     if not _are_texts(facts):
         raise BadRecord(f"must have a list of texts in the field {section.facts_field!r}")
     for fact in facts:
         if fact not in context:
             raise BadRecord(f"has the fact {json.dumps(fact)}, which is no passage of its context")
     memories = record.get(section.memories_field)
-    if memories is not None and not (isinstance(memories, list) and all(isinstance(each, str) for each in memories)):
+    if memories is not None and not (isinstance(memories, list) and all(map(_is_string, memories))):
         raise BadRecord(f"must have a list of strings in the field {section.memories_field!r}")
     noted = None if memories is None else tuple(memories)
     return Document(context, question, tuple(answers), tuple(facts), noted, record, place)
@@ -351,11 +402,19 @@ def _parsed(record: Any, section: QuestionFiles, place: str) -> Document:
 
 def _text(record: Mapping[str, Any], field: str) -> str:
     value = record.get(field)
-    if not isinstance(value, str) or not value.strip():
+    if not _is_string(value) or not value.strip():
         found = "no such field" if field not in record else json.dumps(value)[:40]
         raise BadRecord(f"must have a text in the field {field!r} (found {found})")
     return value
 
 
 def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) and each.strip() for each in value)
+    return isinstance(value, list) and all(_is_string(each) and each.strip() for each in value)
+
+
+def _is_string(value: object) -> TypeGuard[str]:
+    """Whether it is a string of Unicode characters: JSON can write halves of one."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False

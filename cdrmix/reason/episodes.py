@@ -56,6 +56,22 @@ class Episodes(NamedTuple):
     good_BN: Tensor
 
 
+def by_length(episodes: Episodes, pad: int) -> list[tuple[list[int], Episodes]]:
+    """Episodes with equal numbers of chunks together, without empty chunks: (their rows, they), shortest first.
+
+    The fast weights would read an empty chunk; the memory agent leaves it out itself.
+    """
+    lengths_B = (episodes.chunks_BNC != pad).any(2).sum(1)
+    parts = []
+    for length in lengths_B.unique().tolist():
+        rows = (lengths_B == length).nonzero().flatten()
+        part = Episodes(*(column[rows] for column in episodes))
+        parts.append(
+            (rows.tolist(), part._replace(chunks_BNC=part.chunks_BNC[:, :length], good_BN=part.good_BN[:, :length]))
+        )
+    return parts
+
+
 class Asked(NamedTuple):
     """A question and the right answers to it as text. row: what else a reward function is told of them."""
 

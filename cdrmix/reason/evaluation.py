@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,6 +73,7 @@ def evaluate_stage_b(
             on = agent.evaluate(*arguments, step_budget=budget)
             off = agent.evaluate(*arguments, step_budget=budget, last_only=True)
             held = {"capture": on.capture, "retention": on.retention}
+            held = {name: share for name, share in held.items() if not math.isnan(share)}
             if agent_source.own_lengths:  # answers of any length, in any words: not compared token by token
                 return {"on": on.f1, "off": off.f1, "exact": on.exact, "exact off": off.exact, **held}
             return {"on": on.matched, "off": off.matched, **held}
@@ -92,7 +94,8 @@ def evaluate_stage_b(
     measured: dict[str, dict[str, dict[str, float]]] = {}
     for name, measure in measure_of.items():
         lengths = lengths_of.get(name, section.chunks)
-        say(f"Measuring {name}, on and off: {section.episodes} episodes of {', '.join(map(str, lengths))} chunks each")
+        most = "at most " if name in lengths_of and lengths is not section.chunks else ""
+        say(f"Measuring {name}, on and off: {section.episodes} episodes of {most}{', '.join(map(str, lengths))} chunks")
         measured[name] = {str(chunks): measure(chunks) for chunks in lengths}
         say(table(name, measured[name]))
     return measured

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 
 from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask
+from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask, Reasoning
 from cdrmix.data.tasks import Filler, known_task
 from cdrmix.data.tasks import episode as text_episode
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.errors import ConfigError, CorpusError
-from cdrmix.reason.documents import FileDocuments, TaskDocuments, read_questions
+from cdrmix.errors import ConfigError
+from cdrmix.reason.documents import FileDocuments, TaskDocuments, check_demonstrated, read_questions
 from cdrmix.reason.episodes import EpisodeSource, TextSource, TokenSource
+from cdrmix.reason.rl.rewards import check_reward
 
 
 def source_of(
@@ -44,14 +45,16 @@ def source_of(
 
 def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> None:
     """Makes one episode of every task that a phase trains, at each number of chunks, to find mistakes before training.
-    Files are checked as a whole.
+    Files and the reward are checked as a whole.
 
-    tokenizer: None leaves out the check that text fits the chunks. Raises ConfigError that names the section, and
-    CorpusError that names file and line.
+    tokenizer: None leaves out the check that text fits the chunks. Raises ConfigError that names the section,
+    CorpusError that names file and line, and PluginError for a reward that cannot be imported.
     """
     reasoning = config.reasoning
     assert reasoning is not None
     phases = reasoning.phases
+    if phases.policy.steps:
+        check_reward(reasoning.rl.reward, in_ids=reasoning.agent.tokens)
     # plasticity's episodes have 2 chunks and more (those in token ids as many as hold the facts)
     fewest = [] if reasoning.plasticity.tokens else [min(2, reasoning.plasticity.chunks)]
     policy = [phases.policy.chunks] if phases.policy.chunks else []
@@ -67,10 +70,17 @@ def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> No
             lengths = {section.chunks, *(policy if name == "agent" else [])}
         for chunks in sorted(lengths) if steps else ():
             try:
-                demonstrated = name == "agent" and bool(phases.imitation.steps)
+                demonstrated = name == "agent" and _demonstrates(reasoning)
                 _check_one(config, section, chunks, tokenizer, demonstrated=demonstrated)
             except ConfigError as error:
                 raise ConfigError(f"reasoning.{name}, an episode of {chunks} chunks: {error}") from error
+
+
+def _demonstrates(reasoning: Reasoning) -> bool:
+    """Whether a phase imitates demonstrations of the agent."""
+    return bool(reasoning.phases.imitation.steps) or any(
+        section.steps and "imitation" in section.replay for _, section in reasoning.phases
+    )
 
 
 def _check_one(
@@ -80,7 +90,9 @@ def _check_one(
     files = section.data if isinstance(section, EpisodesOfDocuments) else None
     if tokenizer is None and not section.tokens:
         if files is not None:
-            read_questions(files, section.seed)
+            train, _ = read_questions(files)
+            if demonstrated:
+                check_demonstrated(train)
             return
         known = known_task(section.task)
         if known.episode is not None:
@@ -97,7 +109,8 @@ def _check_one(
             f"{section.task} has {source.vocab_size} ids; model.vocab_size is {config.cdrmix_model.vocab_size}"
         )
     if isinstance(source, FileDocuments):
-        source.check(chunks, demonstrated=demonstrated)
+        part = config.reasoning.memory.tokens // config.reasoning.memory.heads
+        source.check(chunks, demonstrated=demonstrated, memory=part)
         return
     episodes = source.batch([0], chunks)
     if demonstrated and not episodes.facts_BFW.numel():
@@ -111,12 +124,9 @@ def fingerprint_of_questions(config: Config) -> str | None:
     """The SHA-256 of all questions and documents of the configuration's files; None without files."""
     assert config.reasoning is not None
     sections = (config.reasoning.plasticity, config.reasoning.agent)
-    files = [(section.data, section.seed) for section in sections if section.data is not None and not section.tokens]
+    files = [section.data for section in sections if section.data is not None]
     digest = hashlib.sha256()
-    for data, seed in files:
-        try:
-            parts = read_questions(data, seed)
-        except CorpusError:
-            return None  # a finished phase does not need them any more
-        digest.update(repr([document._replace(place="") for part in parts for document in part]).encode())
+    for data in files:
+        for part in read_questions(data):
+            digest.update(repr([document._replace(place="") for document in part]).encode())
     return digest.hexdigest() if files else None

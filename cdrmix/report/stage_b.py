@@ -48,7 +48,7 @@ def rollouts_section(path: Path) -> str:
     for step in steps:
         group = [row for row in rows if row["step"] == step]
         body = "".join(
-            f"<tr><td>{row['reward']:.3f}</td><td>{row['task']:.3f}</td>"
+            f"<tr><td>{_figure(row['reward'])}</td><td>{_figure(row['task'])}</td>"
             f'<td class="text">{escaped(row["answer"])}</td>'
             f'<td class="text">{"<br>".join(escaped(memory) for memory in row["memories"])}</td></tr>'
             for row in group
@@ -57,9 +57,13 @@ def rollouts_section(path: Path) -> str:
         text += (
             f"<details><summary>Step {step:,}: {escaped(group[0]['question'])} (right: {escaped(right)})</summary>"
             '<div class="scroll"><table><tr><th>reward</th><th>of the answer</th><th class="text">answer</th>'
-            f'<th class="text">memory after each chunk</th></tr>{body}</table></div></details>'
+            f'<th class="text">written after each chunk</th></tr>{body}</table></div></details>'
         )
     return f"<h2>Rollouts of the policy phase</h2>{text}"
+
+
+def _figure(value: float | None) -> str:
+    return "failed" if value is None else f"{value:.3f}"
 
 
 def _table(name: str, curve: Mapping[str, Mapping[str, float]]) -> str:

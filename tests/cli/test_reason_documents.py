@@ -98,7 +98,7 @@ def test_documents_are_trained_on_measured_and_shown(finished: Path) -> None:
     assert all(row["right"][1] == "no" and 0 < len(row["memories"]) <= 9 for row in shown)
     page = (finished / "report.html").read_text()
     assert "Rollouts of the policy phase" in page
-    assert "memory after each chunk" in page
+    assert "written after each chunk" in page
 
 
 @pytest.mark.slow

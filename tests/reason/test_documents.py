@@ -20,7 +20,7 @@ from cdrmix.errors import ConfigError, CorpusError
 from cdrmix.reason.agent.agent import Window
 from cdrmix.reason.agent.imitation import demonstrate, demonstrate_memories
 from cdrmix.reason.documents import FileDocuments, TaskDocuments
-from cdrmix.reason.episodes import FIRST_HELD_OUT
+from cdrmix.reason.episodes import FIRST_HELD_OUT, by_length
 from cdrmix.reason.sources import check_episodes, fingerprint_of_questions, source_of
 
 Write = Callable[..., Path]
@@ -77,12 +77,44 @@ def test_chunks_are_the_document_and_hold_its_facts(write: Write, tokenizer: Tex
             assert made.text(episodes.answer_BA[place].tolist()) == row["answers"][0]
             assert made.text(episodes.facts_BFW[place, 0].tolist()) == row["facts"][0]
             chunk = int(episodes.fact_chunk_BF[place, 0])
-            texts = [made.text(ids.tolist()) for ids in episodes.chunks_BNC[place]]
-            assert (chunk < 0) == all(row["facts"][0] not in text for text in texts), "in two chunks, or in one"
-            assert chunk < 0 or row["facts"][0] in texts[chunk]
+            if first == 0:  # the first chunk is as short as that needs
+                assert row["facts"][0] in made.text(episodes.chunks_BNC[place, chunk].tolist())
+            else:  # cut as a session cuts, and the chunk is the one in which the fact ends
+                ids = tokenizer.encode(row["context"])
+                assert episodes.chunks_BNC[place].flatten()[: len(ids)].tolist() == ids
+                assert row["facts"][0] in made.text(ids[: (chunk + 1) * CHUNK])
+                assert row["facts"][0] not in made.text(ids[: chunk * CHUNK])
     assert sorted(seen) == sorted(by_question), (
         "an epoch has every document that is trained on once, others are held out"
     )
+
+
+def test_a_batch_has_no_effect_on_its_documents(write: Write, tokenizer: TextTokenizer) -> None:
+    """What imitation demonstrates of a document, and what fast weights read of it, is the same in any batch."""
+    made = source(write(*(row_of(number) for number in range(40))), tokenizer, chunks=8)
+    window, numbers = window_of(made), range(12)
+    together = made.batch(numbers, 8)
+    _, answers = demonstrate(window, together, 0.0, torch.Generator())
+    for rows, part in by_length(together, made.pad):
+        for place, row in enumerate(rows):
+            alone = made.batch([row], 8)
+            assert torch.equal(part.chunks_BNC[place], alone.chunks_BNC[0])
+            _, alone_answers = demonstrate(window, alone, 0.0, torch.Generator())
+            assert torch.equal(answers.prompts_SL[row], alone_answers.prompts_SL[0])
+    assert len(by_length(together, made.pad)) > 1
+
+
+def test_facts_of_any_length_share_a_memory(write: Write, tokenizer: TextTokenizer) -> None:
+    """Two facts of which one is short fit a memory of as many tokens as they have, whatever is beside them."""
+    short, long = "It is 7.", "The yellow river waited beyond the letter and the old garden."
+    context = f"{short} The lamp. {long}"
+    size = sum(len(tokenizer.encode(f" {fact}")) for fact in (short, long))
+    assert size < 2 * len(tokenizer.encode(f" {long}"))
+    made = source(write(*(row_of(n, context=f"{context} {n}", facts=[short, long]) for n in range(20))), tokenizer)
+    episodes = made.batch([0], 4)
+    for memory, complete in ((size, True), (size - 1, False)):
+        _, answers = demonstrate(window_of(made, memory), episodes, 0.0, torch.Generator())
+        assert bool(answers.mask_SN.any()) == complete
 
 
 def test_epochs_have_orders_of_their_own(write: Write, tokenizer: TextTokenizer) -> None:
@@ -111,6 +143,11 @@ MISTAKES: dict[str, tuple[dict[str, Any] | str, str]] = {
     "an invented fact": (row_of(0, facts=["It rains."]), r':3 has the fact "It rains.", which is no passage'),
     "facts in one text": (row_of(0, facts="It rains."), r":3 must have a list of texts in the field 'facts'"),
     "memories in one text": (row_of(0, memories="none"), r":3 must have a list of strings in the field 'memories'"),
+    "half a letter": (
+        '{"context": "a \\ud800", "question": "b", "answers": ["a"]}',
+        r":3 must have a text in the field",
+    ),
+    "facts that are none": (row_of(0, facts=False), r":3 must have a list of texts in the field 'facts'"),
     "some memories": (row_of(0, memories=["", ""]), r":1 has no field 'memories', which other rows have"),
 }
 
@@ -136,6 +173,10 @@ WIDE: dict[str, tuple[dict[str, Any], str]] = {
         r"the document has \d+ chunks .* raise chunks=8",
     ),
     "no demonstration": ({"facts": []}, r"the phase imitation needs facts"),
+    "memory": (
+        {"context": "ab " * 30, "facts": ["ab " * 29]},
+        r"the facts have \d+ tokens, a turn writes 24; raise reasoning.memory.tokens",
+    ),
 }
 
 
@@ -180,8 +221,9 @@ def test_a_chunk_that_a_short_document_lacks_is_not_demonstrated(write: Write, t
     read_NB = (episodes.chunks_BNC != made.pad).any(2).T
     assert not read_NB.all()
     assert torch.equal(turns.mask_SN.any(1), read_NB.flatten())
-    captured_B = episodes.fact_chunk_BF[:, 0] >= 0
-    assert torch.equal(answers.mask_SN.any(1), captured_B), "no answer without the fact"
+    assert answers.mask_SN.any(1).all()
+    lost = episodes._replace(fact_chunk_BF=torch.full_like(episodes.fact_chunk_BF, -1))
+    assert not demonstrate(window_of(made), lost, 0.0, torch.Generator())[1].mask_SN.any(), "no answer without the fact"
 
 
 def test_memories_are_demonstrated_as_they_are_given(write: Write, tokenizer: TextTokenizer) -> None:

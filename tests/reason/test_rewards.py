@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
 from cdrmix.errors import ConfigError, PluginError
 from cdrmix.reason.episodes import Asked
-from cdrmix.reason.rl.rewards import REWARDS, reward_of, scored
+from cdrmix.reason.rl.rewards import REWARDS, Reward, reward_of, scored
 
 RIGHT = ("The White House", "Washington")
 
@@ -58,9 +61,41 @@ def test_a_function_of_the_user_scores_answers_and_its_failures_are_told() -> No
     assert values == [0.5, None, None, None]
     assert errors == [
         "KeyError: 'maybe' (user_rewards_of_a_test.py:3)",
-        "it returned nan",
+        "it returned nan; a reward is finite, and at most 1e+06 in size",
         "KeyError: 'perhaps' (user_rewards_of_a_test.py:3)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "same"),
+    [("", "A", 0), ("A", "A", 1), ("15", "1.5", 0), ("1,500", "1500", 1), ("5", "-5", 0), ("x-5", "x5", 1)]
+    + [("東京。", "東京", 1), ("Zu\u0308rich", "Zürich", 1), ("?", "!", 0)],
+)
+def test_numbers_letters_and_other_scripts(answer: str, right: str, same: int) -> None:
+    assert REWARDS["exact"](answer, [right]) == same
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (lambda *_: None, "it returned NoneType, not a number"),
+        (lambda *_: "0.5", "it returned str, not a number"),
+        (lambda *_: 1e300, "it returned 1e+300; a reward is finite, and at most 1e+06 in size"),
+        (lambda *_: sys.exit(0), "SystemExit: 0"),
+        (lambda _question, _answer, row: row["facts"].append(1), "it returned NoneType"),
+    ],
+)
+def test_what_is_no_reward_is_told(reward: Reward, said: str) -> None:
+    facts: list[int] = []
+    values, (error,) = scored(reward, [Asked("Is it?", ("yes",), {"facts": facts})], ["yes"])
+    assert values == [None]
+    assert error.startswith(said)
+    assert not facts, "a function has a row of its own"
+
+
+def test_numbers_of_other_kinds_are_rewards() -> None:
+    for number in (True, 1, np.float32(1), torch.tensor(1.0)):
+        assert scored(lambda *_, number=number: number, [Asked("?", ("a",), {})], ["a"]).values == [1.0]
 
 
 @pytest.mark.usefixtures("module")

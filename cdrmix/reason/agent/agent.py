@@ -16,6 +16,7 @@ tokens of a part, A tokens of an answer, F facts, W tokens of a fact.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -263,7 +264,7 @@ def rewards_of(reading: Reading, settings: Rl, step_budget: int, task_B: Tensor 
 
 
 class Score(NamedTuple):
-    """Means over episodes, all shares.
+    """Means over episodes, all shares; NaN for shares of nothing.
 
     matched: right tokens of the answer. exact: answers that are right as a whole, as text where there is text. f1: of
     the words of the answer; without text as matched. capture: captured facts of those asked for. retention: captured
@@ -319,14 +320,14 @@ def evaluate(
             f1_B = torch.tensor([REWARDS["f1"](*pair) for pair in pairs])
         parts = (reading.matched_B, exact_B, f1_B, reading.asked_BF, reading.captured_BF, reading.held_BF)
         sums += torch.stack([part.sum().double().cpu() for part in (*parts, reading.changes_B)])
-        turns += episodes.chunks_BNC.shape[1] * len(episodes.chunks_BNC)
+        turns += int((episodes.chunks_BNC != window.pad).any(2).sum())
     matched, exact, f1, of_facts, captured, held, changes = sums.tolist()
     count = len(numbers)
     return Score(
         matched / count,
         exact / count,
         f1 / count,
-        captured / max(of_facts, 1.0),
-        held / max(captured, 1.0),
-        changes / turns,
+        captured / of_facts if of_facts else math.nan,
+        held / captured if captured else math.nan,
+        changes / max(turns, 1),
     )

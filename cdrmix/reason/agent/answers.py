@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema_reasoning import Rl
-from cdrmix.errors import ConfigError, PluginError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent.agent import Reading, Window
 from cdrmix.reason.episodes import Asked, Episodes, EpisodeSource
@@ -21,31 +20,24 @@ LOGGER = logging.getLogger(__name__)
 class AnswerScorer:
     """The reward `rl.reward` of answers. Token ids without text know `exact` and `likelihood` alone.
 
-    The first failure of a function is logged with its place, and later ones of another kind.
+    The first failure of a function is logged with its place, and later ones of another kind. error: the last one.
     """
 
     def __init__(self, settings: Rl, source: EpisodeSource, window: Window) -> None:
         self._name, self._source, self._window = settings.reward, source, window
         self._reward: Reward | None = None if settings.reward == LIKELIHOOD else reward_of(settings.reward)
         self._logged: set[str] = set()
+        self.error: str | None = None
 
     def __call__(
         self, model: LanguageModel, reading: Reading, episodes: Episodes, asked: list[Asked] | None, group: int
     ) -> tuple[Tensor, Tensor]:
-        """(rewards [B] float64, whether there is one [B] bool) of rollouts, `group` of each episode in adjacent rows.
-
-        Raises ConfigError for a reward that needs text; PluginError if the function fails for every answer.
-        """
+        """(rewards [B] float64, whether there is one [B] bool) of rollouts, `group` of each episode side by side."""
         device = reading.answer_BA.device
         all_B = torch.ones(len(reading.answer_BA), dtype=torch.bool, device=device)
         if self._reward is None:
             return self.likelihood(model, reading, episodes, group), all_B
         if asked is None:
-            if self._name != "exact":
-                raise ConfigError(
-                    f"reasoning.rl.reward={self._name} compares texts, and the agent's task has none (tokens: true);"
-                    f" set it to exact or {LIKELIHOOD}"
-                )
             return reading.exact_B.double(), all_B
         repeated = [each for each in asked for _ in range(group)]
         answers = [self._source.text(ids) for ids in reading.answer_BA.tolist()]
@@ -54,8 +46,7 @@ class AnswerScorer:
             if error.partition(":")[0] not in self._logged:
                 self._logged.add(error.partition(":")[0])
                 LOGGER.warning("reasoning.rl.reward=%s failed: %s; such groups are dropped", self._name, error)
-        if all(value is None for value in values):
-            raise PluginError(f"reasoning.rl.reward={self._name} failed for every answer of a step: {errors[0]}")
+            self.error = error
         given_B = torch.tensor([value is not None for value in values], device=device)
         return torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=device), given_B
 

@@ -35,12 +35,14 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
     """
     question, chunks, answer, facts, fact_chunks, asked, _ = episodes
     batch, count = chunks.shape[:2]
-    slots = window.part // facts.shape[2]
-    if not slots:
+    lengths_BF = (facts != window.pad).sum(2)
+    longest = int(torch.where(asked, lengths_BF, 0).max()) if asked.numel() else 0
+    if longest > window.part:
         raise ConfigError(
             f"reasoning.memory: a part of {window.part} tokens (tokens / heads) does not hold a fact of"
-            f" {facts.shape[2]}; make reasoning.memory.tokens larger, or heads fewer"
+            f" {longest}; make reasoning.memory.tokens larger, or heads fewer"
         )
+    slots = facts.shape[1]
     begin = window.begin(question)
     read_BN = (chunks != window.pad).any(2)
     held_BHS = torch.full((batch, window.heads, slots), -1)  # facts in the slots of the parts, -1: none
@@ -55,8 +57,9 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
         news_BF = news_BF.gather(1, _first_positions(chunks[:, number], facts, window.pad).argsort(dim=1, stable=True))
         prompt = torch.cat([begin, window.turn(memory.shown(), chunks[:, number])], 1)
         lost_BS = _without_one(kept_BS, leak, generator)
-        turns.append(_sequence(window, prompt, _spell(facts, _compact(lost_BS, news_BF), window), read_BN[:, number]))
-        after_BS = _compact(kept_BS, news_BF)
+        shown_BS = _compact(lost_BS, news_BF, lengths_BF, window.part)
+        turns.append(_sequence(window, prompt, _spell(facts, shown_BS, window), read_BN[:, number]))
+        after_BS = _compact(kept_BS, news_BF, lengths_BF, window.part)
         held_BHS[rows, oldest] = after_BS
         memory = memory.write(_spell(facts, after_BS, window), number + 1, read_BN[:, number])
     prompt = torch.cat([begin, window.last(memory.shown())], 1)
@@ -110,11 +113,15 @@ def _without_one(kept_BS: Tensor, share: float, generator: torch.Generator) -> T
     return torch.where(loses_B.unsqueeze(1) & (slot_S == which_B.unsqueeze(1)), -1, kept_BS)
 
 
-def _compact(kept_BS: Tensor, news_BF: Tensor) -> Tensor:
-    """The kept facts, then the new ones, without gaps, as many as fit."""
+def _compact(kept_BS: Tensor, news_BF: Tensor, lengths_BF: Tensor, part: int) -> Tensor:
+    """The kept facts, then the new ones, without gaps, as many as a part's tokens hold."""
     both = torch.cat([kept_BS, news_BF], 1)
     order = (both < 0).long().argsort(dim=1, stable=True)
-    return both.gather(1, order)[:, : kept_BS.shape[1]]
+    both = both.gather(1, order)[:, : kept_BS.shape[1]]
+    if not both.shape[1]:
+        return both
+    lengths = torch.where(both >= 0, lengths_BF.gather(1, both.clamp(min=0)), 0)
+    return torch.where(lengths.cumsum(1) <= part, both, -1)
 
 
 def _spell(facts_BFW: Tensor, slots_BS: Tensor, window: Window) -> Tensor:
@@ -123,7 +130,8 @@ def _spell(facts_BFW: Tensor, slots_BS: Tensor, window: Window) -> Tensor:
     spelled = facts_BFW.gather(1, slots_BS.clamp(min=0).unsqueeze(2).expand(-1, -1, width))
     spelled = torch.where(slots_BS.unsqueeze(2) >= 0, spelled, window.pad).flatten(1)
     order = (spelled == window.pad).long().argsort(dim=1, stable=True)
-    return functional.pad(spelled.gather(1, order), (0, window.part - spelled.shape[1]), value=window.pad)
+    missing = max(0, window.part - spelled.shape[1])
+    return functional.pad(spelled.gather(1, order), (0, missing), value=window.pad)[:, : window.part]
 
 
 def _sequence(window: Window, prompt_SL: Tensor, text_SN: Tensor, counts_S: Tensor | None = None) -> Demonstrations:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cdrmix.config import schema_reasoning as schema
 from cdrmix.config.schema import Config
-from cdrmix.errors import ConfigError
+from cdrmix.errors import ConfigError, PluginError
 from cdrmix.reason.agent.agent import Reading, Rewards, Turn, Window, read_episodes, rewards_of
 from cdrmix.reason.agent.answers import AnswerScorer
 from cdrmix.reason.episodes import Asked, EpisodeSource
@@ -31,7 +31,7 @@ LOGGER = logging.getLogger(__name__)
 
 ROLLED_OUT = (
     *("rollouts", "groups", "dropped_groups", "reward", "task", "latency", "stability"),
-    *("matched", "asked", "captured", "held", "changes", "reward_errors"),
+    *("matched", "asked", "captured", "held", "changes", "turns", "reward_errors"),
 )
 OF_TOKENS = ("loss", "tokens", "clipped_low", "clipped_high", "divergence", "ratio", "entropy")
 
@@ -77,23 +77,26 @@ class RolloutBatch(NamedTuple):
 
 
 class RolledOut(NamedTuple):
-    """Rollouts of some questions. scored_B: whether the reward function gave a number. asked: the questions as text."""
+    """Rollouts of some questions. scored_B: whether the reward function gave a number. asked: the questions as text.
+    turns: chunks that are not empty, of all rollouts."""
 
     reading: Reading
     rewards: Rewards
     scored_B: Tensor
     asked: list[Asked] | None
+    turns: int
 
 
 class ShownRollout(NamedTuple):
-    """A rollout as text, for rollouts.jsonl: the memory written after each chunk, the answer, the reward's parts."""
+    """A rollout as text, for rollouts.jsonl: what was written into the memory after each chunk, the answer, the
+    reward and its parts; reward and task are None where the reward function failed."""
 
     question: str
     right: list[str]
     memories: list[str]
     answer: str
-    reward: float
-    task: float
+    reward: float | None
+    task: float | None
     latency: float
     stability: float
 
@@ -154,7 +157,8 @@ class PolicyPhase:
             rewards.total_B, self.rl.group_size, deviation=self.objective.deviation, usable_N=scored_B
         )
         errors = len(scored_B) - int(scored_B.sum())
-        sums = _sums([part.reading for part in parts], group.groups, group.dropped_groups, rewards, errors)
+        turns_read = sum(part.turns for part in parts)
+        sums = _sums([part.reading for part in parts], group.groups, group.dropped_groups, rewards, turns_read, errors)
         if self.rl.rollouts_every and step % self.rl.rollouts_every == 0 and rank == 0:
             self.shown = _shown(parts[0], self.source, self.rl.group_size)
         turns, answers = [], []
@@ -177,10 +181,14 @@ class PolicyPhase:
                 group.groups,
                 group.dropped_groups,
                 float(rewards.task_B.mean()) / processes,
+                float(scored_B.sum()),
             ],
             dtype=torch.float64,
         )
-        tokens, sequences, groups, dropped, solved = reduce_over_processes(counts, processes, "sum").tolist()
+        tokens, sequences, groups, dropped, solved, given = reduce_over_processes(counts, processes, "sum").tolist()
+        if not given:
+            reason = f": {self.scorer.error}" if self.scorer.error else ""
+            raise PluginError(f"reasoning.rl.reward={self.rl.reward} failed for every answer of a step{reason}")
         least = reduce_over_processes(torch.tensor(wanted), processes, "max").tolist()
         self._watch(groups == dropped, solved)
         totals = Totals(max(tokens, 1.0), max(sequences, 1.0), max(self.window.part, self.window.answer))
@@ -207,20 +215,22 @@ class PolicyPhase:
         )
         asked = self.source.questions(numbers, self.chunks)
         task_B, scored_B = self.scorer(model.language_model, reading, episodes, asked, self.rl.group_size)
-        return RolledOut(reading, rewards_of(reading, self.rl, self.step_budget, task_B), scored_B, asked)
+        read_B = (episodes.chunks_BNC != self.window.pad).any(2).sum(1)
+        turns = int(read_B.sum()) * self.rl.group_size
+        return RolledOut(reading, rewards_of(reading, self.rl, self.step_budget, task_B), scored_B, asked, turns)
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Means for a rollout of the reward and its parts; capture, retention, the share of dropped groups, and of
-        rollouts whose reward function failed; means
+        """Means for a rollout of the reward and its parts; capture and retention, if there are facts; the share of
+        dropped groups, and of rollouts whose reward function failed; the share of turns that changed the memory; means
         for a token of the entropy (nats), the clipped share, the divergence and the ratio."""
         rollouts, tokens = max(sums["rollouts"], 1.0), max(sums["tokens"], 1.0)
         means = {name: sums[name] / rollouts for name in ("reward", "task", "latency", "stability", "matched")}
         return {
             "loss": sums["loss"],
             **means,
-            "capture": sums["captured"] / max(sums["asked"], 1.0),
-            "retention": sums["held"] / max(sums["captured"], 1.0),
-            "changes": sums["changes"] / rollouts / self.chunks,
+            **({"capture": sums["captured"] / sums["asked"]} if sums["asked"] else {}),
+            **({"retention": sums["held"] / sums["captured"]} if sums["captured"] else {}),
+            "changes": sums["changes"] / max(sums["turns"], 1.0),
             "reward_errors": sums["reward_errors"] / rollouts,
             "dropped_groups": sums["dropped_groups"] / max(sums["groups"], 1.0),
             "entropy": sums["entropy"] / tokens,
@@ -299,7 +309,7 @@ def _log_probs(logits_SNV: Tensor, tokens_SN: Tensor) -> Tensor:
     return logits_SNV.log_softmax(-1).gather(-1, tokens_SN.unsqueeze(-1)).squeeze(-1)
 
 
-def _sums(readings: list[Reading], groups: int, dropped: int, rewards: Rewards, errors: int) -> Tensor:
+def _sums(readings: list[Reading], groups: int, dropped: int, rewards: Rewards, turns: int, errors: int) -> Tensor:
     """The measures of ROLLED_OUT, in that order."""
     of_answers = [float(part.sum()) for part in rewards]
     columns = zip(
@@ -307,7 +317,7 @@ def _sums(readings: list[Reading], groups: int, dropped: int, rewards: Rewards, 
         strict=True,
     )
     of_readings = [sum(float(part.sum()) for part in column) for column in columns]
-    return torch.tensor([len(rewards.total_B), groups, dropped, *of_answers, *of_readings, errors])
+    return torch.tensor([len(rewards.total_B), groups, dropped, *of_answers, *of_readings, turns, errors])
 
 
 def _shown(part: RolledOut, source: EpisodeSource, group_size: int) -> list[ShownRollout]:
@@ -319,12 +329,19 @@ def _shown(part: RolledOut, source: EpisodeSource, group_size: int) -> list[Show
         ShownRollout(
             question,
             right,
-            [source.text(_written(turn, row)) for turn in reading.turns[:-1]],
+            [source.text(_written(turn, row)) for turn in reading.turns[:-1] if turn.generated.mask_BN[row].any()],
             source.text(_written(reading.turns[-1], row)),
-            *(round(float(each[row]), 6) for each in part.rewards),
+            _rounded(part.rewards.total_B[row]) if part.scored_B[row] else None,
+            _rounded(part.rewards.task_B[row]) if part.scored_B[row] else None,
+            _rounded(part.rewards.latency_B[row]),
+            _rounded(part.rewards.stability_B[row]),
         )
         for row in range(group_size)
     ]
+
+
+def _rounded(value: Tensor) -> float:
+    return round(float(value), 6)
 
 
 def _written(turn: Turn, row: int) -> list[int]:

@@ -25,7 +25,7 @@ from cdrmix.data.tasks import IGNORED
 from cdrmix.model.cache import plastic_only, with_fast_weights
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import Cache, LanguageModel
-from cdrmix.reason.episodes import Episodes, EpisodeSource
+from cdrmix.reason.episodes import Episodes, EpisodeSource, by_length
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.training.objective import Outcome
@@ -104,7 +104,8 @@ class PlasticityPhase:
         losses: list[Loss] = []
         for first in range(0, len(numbers), micro):
             made = self._source.batch(numbers[first : first + micro], self.chunks(step))
-            losses.append(self._loss(rows_of(self._source, made, self._reasoning.carry, device)))
+            for _, part in by_length(made, self._source.pad):
+                losses.append(self._loss(rows_of(self._source, part, self._reasoning.carry, device)))
         return losses
 
     def _loss(self, row: Row) -> Loss:
@@ -213,13 +214,14 @@ def accuracy(
     names = ["accuracy", *(changes or {})]
     right, asked = dict.fromkeys(names, 0), 0
     for first in range(0, len(numbers), EVALUATION_ROWS):
-        episodes = source.batch(numbers[first : first + EVALUATION_ROWS], chunks)
-        cache = read(model, episodes.chunks_BNC, carry)
-        right_BP, asked_BP = answers(model, source, episodes, cache)
-        right["accuracy"] += int(right_BP.sum())
-        asked += int(asked_BP.sum())
-        for name, change in (changes or {}).items():
-            assert cache is not None
-            right[name] += int(answers(model, source, episodes, with_fast_weights(cache, change))[0].sum())
+        made = source.batch(numbers[first : first + EVALUATION_ROWS], chunks)
+        for _, episodes in by_length(made, source.pad):
+            cache = read(model, episodes.chunks_BNC, carry)
+            right_BP, asked_BP = answers(model, source, episodes, cache)
+            right["accuracy"] += int(right_BP.sum())
+            asked += int(asked_BP.sum())
+            for name, change in (changes or {}).items():
+                assert cache is not None
+                right[name] += int(answers(model, source, episodes, with_fast_weights(cache, change))[0].sum())
     model.train(was_training)
     return {name: count / max(asked, 1) for name, count in right.items()}

@@ -1,19 +1,20 @@
 """Rewards of an answer as text: how near it is to one of the right answers, or what a function of the user says.
 
 Texts are compared as in the evaluation of SQuAD (Rajpurkar et al., arXiv 1606.05250, section 6): without case,
-punctuation, the articles a, an, the, and with single spaces. Of several right answers the nearest counts.
+punctuation, the articles a, an, the, and with single spaces. Numbers keep their sign and their decimal point, and a
+text of which nothing would be left is compared as it is. Of several right answers the nearest counts.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
-import math
 import os
 import re
-import string
 import sys
 import traceback
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -31,13 +32,19 @@ Reward = Callable[[str, str, Mapping[str, Any]], float]
 REWARDS: Registry[Callable[[str, Sequence[str]], float]] = Registry("reward")
 """(the model's answer, one of the right answers or more) -> from 0 to 1, by the name in the configuration."""
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+LARGEST = 1e6  # size of a reward: larger ones make the loss overflow
+_KEPT = re.compile(r"(?<=\d)\.(?=\d)|(?<![\w.])-(?=\d)")  # a decimal point, the sign of a number
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalised(text: str) -> str:
     """A text without case, punctuation and articles, with single spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    text = unicodedata.normalize("NFKC", text).lower()
+    kept = {match.start() for match in _KEPT.finditer(text)}
+    plain = "".join(
+        letter for place, letter in enumerate(text) if place in kept or not unicodedata.category(letter).startswith("P")
+    )
+    return " ".join(_ARTICLES.sub(" ", plain).split()) or " ".join(text.split())
 
 
 @REWARDS("exact")
@@ -76,7 +83,7 @@ class Scored(NamedTuple):
 def reward_of(name: str) -> Reward:
     """The reward of a name in the configuration: one of REWARDS, package:function, or an entry point of GROUP.
 
-    The folder in which the command runs is searched first for a package. Raises ConfigError for a name that is none of
+    The folder in which the command runs is searched first for a module. Raises ConfigError for a name that is none of
     these, PluginError for a function that cannot be imported or does not take three arguments.
     """
     if name in REWARDS.names():
@@ -91,6 +98,17 @@ def reward_of(name: str) -> Reward:
     close = nearest(name, names)
     hint = f"; did you mean {close!r}?" if close else ""
     raise ConfigError(f"reasoning.rl.reward={name} is none of {', '.join(names)}, and no package:function{hint}")
+
+
+def check_reward(name: str, *, in_ids: bool) -> None:
+    """Raises what `reward_of` raises, and ConfigError for a reward of texts with a task in token ids."""
+    if in_ids and name not in ("exact", LIKELIHOOD):
+        raise ConfigError(
+            f"reasoning.rl.reward={name} compares texts, and the agent's task has none (tokens: true); set it to exact"
+            f" or {LIKELIHOOD}"
+        )
+    if name != LIKELIHOOD:
+        reward_of(name)
 
 
 def scored(reward: Reward, asked: Sequence[Asked], answers: Sequence[str]) -> Scored:
@@ -113,13 +131,16 @@ class _FailedError(Exception):
 def _called(reward: Reward, question: str, answer: str, row: Mapping[str, Any]) -> float:
     """The reward. Raises _FailedError."""
     try:
-        value = float(reward(question, answer, row))
-    except Exception as error:
+        found: object = reward(question, answer, copy.deepcopy(row))
+    except (Exception, SystemExit) as error:  # sys.exit too: a function must not end the run
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
         raise _FailedError(f"{type(error).__name__}: {error} ({place})") from error
-    if not math.isfinite(value):
-        raise _FailedError(f"it returned {value}")
+    if isinstance(found, str) or not hasattr(found, "__float__"):
+        raise _FailedError(f"it returned {type(found).__name__}, not a number")
+    value = float(found)
+    if not abs(value) <= LARGEST:
+        raise _FailedError(f"it returned {value}; a reward is finite, and at most {LARGEST:g} in size")
     return value
 
 
@@ -129,16 +150,17 @@ def _function(module: str, function: str = "", *, shown: str) -> Reward:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module)
-        for part in function.split("."):
-            found = getattr(found, part)
     except ModuleNotFoundError as error:
         raise PluginError(
             f"{where}: there is no module {error.name!r} in this folder ({os.getcwd()}) or among the installed packages"
         ) from error
-    except AttributeError as error:
-        raise PluginError(f"{where}: {error}; name it as package.module:function") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        for part in function.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise PluginError(f"{where}: {error}; name it as package.module:function, without .py") from error
     try:
         inspect.signature(found).bind("", "", {})
     except (TypeError, ValueError) as error:
