@@ -102,6 +102,7 @@ def test_documents_are_trained_on_measured_and_shown(finished: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_the_same_rollouts(finished: Path, inside: Path, arguments: Arguments) -> None:
     root = inside / "killed"
     command = ["train", *arguments(*settings(inside), f"run.root={root}")]
@@ -125,6 +126,7 @@ def test_a_killed_run_goes_on_with_the_same_rollouts(finished: Path, inside: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_changed_file_does_not_go_on_with_an_old_run(
     inside: Path, arguments: Arguments, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,24 +145,40 @@ def test_a_changed_file_does_not_go_on_with_an_old_run(
     assert "the questions have changed since this run began" in capfd.readouterr().err
 
 
+def test_a_reward_is_checked_before_training(
+    inside: Path, arguments: Arguments, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["validate", *arguments(*settings(inside))]
+    assert main(command) == 0
+    for reward, code, said in (
+        ("exakt", 2, "did you mean 'exact'?"),
+        ("rewards_of_nobody:score", 12, "there is no module 'rewards_of_nobody' in this folder"),
+    ):
+        assert main([*command, f"reasoning.rl.reward={reward}"]) == code
+        assert said in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_eval_asks_by_every_mechanism(finished: Path, inside: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tasks = f"qa1,jsonl:{inside}/questions.jsonl"
     command = ["reason", "eval", "--model", str(finished), "--tasks", tasks, "--lengths", "256", "--count", "2"]
     assert main([*command, "--json"]) == 0
-    rows = json.loads(capfd.readouterr().out)
+    captured = capfd.readouterr()
+    assert "of 200 questions were trained on, and are left out" in captured.err
+    rows = json.loads(captured.out)
     mechanisms = ["memory", "last chunk", "fast weights", "no writes", "whole text"]
     assert [row["mechanism"] for row in rows] == 2 * mechanisms
     assert [row["task"] for row in rows] == 5 * ["babilong_qa1"] + 5 * [f"jsonl:{inside}/questions.jsonl"]
     for row in rows:
         assert row["questions"] == 2
-        assert row["exact_low"] <= row["exact"] <= row["exact_high"]
+        assert row["low"] <= row["score"] <= row["high"]
         assert row["tokens_per_second"] > 0
         assert (row["capture"] is not None) == (row["task"].startswith("jsonl") and row["mechanism"] in mechanisms[:2])
     assert main(command) == 0
     assert "fast weights" in capfd.readouterr().out
-    assert main(["reason", "eval", "--model", str(finished), "--tasks", "qa9"]) == 2
-    assert "there is no task 'qa9'" in capfd.readouterr().err
+    for task, said in (("qa9", "there is no task 'qa9'"), ("jsonl:", "--tasks jsonl: names no file")):
+        assert main(["reason", "eval", "--model", str(finished), "--tasks", task]) == 2
+        assert said in capfd.readouterr().err
 
 
 @pytest.mark.slow

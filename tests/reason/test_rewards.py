@@ -68,8 +68,17 @@ def test_a_function_of_the_user_scores_answers_and_its_failures_are_told() -> No
 
 @pytest.mark.parametrize(
     ("answer", "right", "same"),
-    [("", "A", 0), ("A", "A", 1), ("15", "1.5", 0), ("1,500", "1500", 1), ("5", "-5", 0), ("x-5", "x5", 1)]
-    + [("東京。", "東京", 1), ("Zu\u0308rich", "Zürich", 1), ("?", "!", 0)],
+    [
+        ("", "A", 0),
+        ("A", "A", 1),
+        ("15", "1.5", 0),
+        ("1,500", "1500", 1),
+        ("5", "-5", 0),
+        ("x-5", "x5", 1),
+        ("東京。", "東京", 1),
+        ("Zu\u0308rich", "Zürich", 1),
+        ("?", "!", 0),
+    ],
 )
 def test_numbers_letters_and_other_scripts(answer: str, right: str, same: int) -> None:
     assert REWARDS["exact"](answer, [right]) == same
