@@ -46,7 +46,7 @@ def test_the_page_counts_its_verdicts(rows: list[dict[str, Any]]) -> None:
 
 
 def test_a_mean_of_the_page_by_hand(rows: list[dict[str, Any]]) -> None:
-    values = [row["measured"]["harder@64"] for row in rows if row["case"] == "hebb, delta"]
+    values = [row["measured"]["harder@64"] for row in rows if row["case"] == "delta-recall, on"]
     mean = f"{sum(values) / len(values):.3f}"
     (line,) = [line for line in ablations.PAGE.read_text().splitlines() if "| on, harder@64 " in line]
     assert line.split("|")[3].split()[0] == mean
@@ -62,10 +62,10 @@ def test_rows_of_no_arm_and_rows_that_are_there_twice_are_refused(rows: list[dic
 
 
 def test_arms_that_are_the_same_experiment_share_rows(rows: list[dict[str, Any]]) -> None:
-    measured = ablations.collect(row for row in rows if row["case"].startswith("hebb, delta"))
-    assert measured["delta-recall"]["on"] == measured["hebb"]["delta"]
-    assert measured["delta-recall"]["on"]
-    assert measured["delta-recall"]["off"] == {}
+    measured = ablations.collect(row for row in rows if row["case"] == "delta-recall, on")
+    assert measured["hebb"]["delta"] == measured["delta-recall"]["on"]
+    assert measured["hebb"]["delta"]
+    assert measured["hebb"]["hebb"] == {}
 
 
 def test_results_are_added_once(rows: list[dict[str, Any]]) -> None:
