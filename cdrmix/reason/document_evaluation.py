@@ -278,20 +278,27 @@ class _Reader:
             assert cache is not None
             if change is not None:
                 cache = with_fast_weights(cache, change)
-            for place, row in enumerate(rows):
-                texts[row] = self._answer_from(cache, part, place)
+            for row, text in zip(rows, self._answers_from(cache, part), strict=True):
+                texts[row] = text
         return _Answered(texts)
 
     def _without_writes(self, numbers: range) -> _Answered:
         return self._from_fast_weights(numbers, zeroed)
 
-    def _answer_from(self, cache: Cache, episodes: Episodes, row: int) -> str:
-        ids = episodes.question_BQ[row]
-        question = ids[ids != self._source.pad].tolist()
-        marks = self._source.marks
-        prompt = torch.tensor([[marks.question, *question, marks.answer]], device=self._device)
-        own = select(cache, torch.tensor([row], device=self._device))
-        return self._decoded(prefill(self._model.language_model, prompt, own), marks.end)
+    def _answers_from(self, cache: Cache, episodes: Episodes) -> list[str]:
+        """The answers from the states of all rows, questions of one length together: fast weights count their tokens
+        for the batch, not for a row."""
+        asked_BQ, marks = episodes.question_BQ, self._source.marks
+        lengths_B = (asked_BQ != self._source.pad).sum(1)
+        texts = [""] * len(asked_BQ)
+        for length in lengths_B.unique().tolist():
+            rows = (lengths_B == length).nonzero().flatten()
+            begin, end = (torch.full((len(rows), 1), mark) for mark in (marks.question, marks.answer))
+            prompts = torch.cat([begin, asked_BQ[rows, :length], end], 1).to(self._device)
+            prefix = prefill(self._model.language_model, prompts, select(cache, rows.to(self._device)))
+            for row, text in zip(rows.tolist(), self._decoded(prefix, marks.end), strict=True):
+                texts[row] = text
+        return texts
 
     def _from_whole_text(self, numbers: range) -> _Answered:
         texts = []
@@ -300,10 +307,11 @@ class _Reader:
             prompt = f"{document.context}\nQuestion: {document.question}\nAnswer:"
             ids = [self._tokenizer.first_id, *self._tokenizer.encode(prompt)]
             prefix = prefill_rows(self._model.language_model, [ids])
-            texts.append((self._decoded(prefix, self._tokenizer.end_of_text_id).splitlines() or [""])[0])
+            (text,) = self._decoded(prefix, self._tokenizer.end_of_text_id)
+            texts.append((text.splitlines() or [""])[0])
         return _Answered(texts)
 
-    def _decoded(self, prefix: Prefix, end: int) -> str:
+    def _decoded(self, prefix: Prefix, end: int) -> list[str]:
         generated = decode(
             self._model.language_model,
             prefix,
@@ -312,7 +320,8 @@ class _Reader:
             generator=torch.Generator(),
             end=end,
         )
-        return self._source.text(generated.tokens_BN[0][generated.mask_BN[0]].tolist())
+        rows = zip(generated.tokens_BN, generated.mask_BN, strict=True)
+        return [self._source.text(tokens_N[mask_N].tolist()) for tokens_N, mask_N in rows]
 
     def _memory(self) -> float:
         if self._device.type == "cuda":
