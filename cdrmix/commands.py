@@ -28,6 +28,7 @@ def train(options: argparse.Namespace) -> int:
 
         status = _print_plan(config, None, processes, False)
         open_inputs(config)  # a missing input would stop the run too
+        _check_reasoning(config)
         return status
     if options.max_restarts and nodes.count > 1:
         raise ConfigError(
@@ -46,6 +47,14 @@ def train(options: argparse.Namespace) -> int:
 
     run_all(config, options.resume)
     return 0
+
+
+def _check_reasoning(config: Config) -> None:
+    """Checks stage B as far as that needs no prepared text."""
+    if config.reasoning is not None:
+        from cdrmix.reason.stage_b import check_stage_b
+
+        check_stage_b(config)
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -90,10 +99,7 @@ def validate(options: argparse.Namespace) -> int:
 
     config = Config.from_yaml(options.config, options.overrides)
     check_names(config)
-    if config.reasoning is not None:
-        from cdrmix.reason.stage_b import check_stage_b
-
-        check_stage_b(config)
+    _check_reasoning(config)
     print(config.to_yaml(), end="")
     if isinstance(config.model, HuggingFaceModel) and config.model.random is None and config.model.folder is None:
         print(f"model.path: there is no folder {config.model.path}; {config.model.remedy}", file=sys.stderr)

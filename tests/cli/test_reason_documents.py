@@ -156,6 +156,9 @@ def test_a_reward_is_checked_before_training(
     ):
         assert main([*command, f"reasoning.rl.reward={reward}"]) == code
         assert said in capfd.readouterr().err
+    missing = "reasoning.agent.data.paths=[nowhere.jsonl]"
+    assert main(["train", "--dry-run", *arguments(*settings(inside)), missing]) == 3
+    assert "nothing is at 'nowhere.jsonl'" in capfd.readouterr().err
 
 
 @pytest.mark.slow
