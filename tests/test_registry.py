@@ -56,7 +56,7 @@ def test_near_names_are_suggested(name: str, meant: str) -> None:
     "name",
     [
         *("resume", "bias", "gamma", "ema", "lam", "deepspeed", "shuffle", "project", "kernels", "std"),
-        *("eps", "reward", "lr", "gradient_checkpointing", "gradient_accumulation_steps", "zero_optimization"),
+        *("eps", "lr", "gradient_checkpointing", "gradient_accumulation_steps", "zero_optimization"),
     ],
 )
 def test_names_of_something_else_suggest_nothing(name: str) -> None:

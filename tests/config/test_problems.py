@@ -11,6 +11,10 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 
 # Lines are counted from here in the tests below.
+REASONING = (
+    "reasoning: {plastic_lora: {rank: 4, alpha: 0.2, decay: 0.9}, memory: {dim: 8, top_k: 1, max_tokens: 8}, "
+    "controller: {step_budget: 4, max_branches: 1}, rl: {horizon: 8, latency_weight: 0, stability_weight: 0}"
+)
 GOOD = """\
 model:
   d_model: 128
@@ -271,39 +275,24 @@ BROKEN = {
     ),
     "rollouts under expert parallelism": (
         "train:",
-        "reasoning: {plastic_lora: {rank: 4, alpha: 0.2, decay: 0.9}, memory: {dim: 8, top_k: 1, max_tokens: 8}, "
-        "controller: {step_budget: 4, max_branches: 1}, rl: {horizon: 8, latency_weight: 0, stability_weight: 0}, "
-        "phases: {policy: {steps: 3}}}\ntrain:\n  expert_parallel: 2",
+        REASONING + ", phases: {policy: {steps: 3}}}\ntrain:\n  expert_parallel: 2",
         """\
         run.yaml:8: train.expert_parallel: found 2 (an integer)
             allowed: 1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens""",
     ),
     "a phase that replays itself": (
         "train:",
-        "reasoning: {plastic_lora: {rank: 4, alpha: 0.2, decay: 0.9}, memory: {dim: 8, top_k: 1, max_tokens: 8}, "
-        "controller: {step_budget: 4, max_branches: 1}, rl: {horizon: 8, latency_weight: 0, stability_weight: 0}, "
-        "phases: {imitation: {replay: [text, imitation]}}}\ntrain:",
+        REASONING + ", phases: {imitation: {replay: [text, imitation]}}}\ntrain:",
         """\
         run.yaml:6: reasoning.phases.imitation.replay[1]: found "imitation" (a string)
             allowed: another phase than its own""",
     ),
     "documents in token ids": (
         "train:",
-        "reasoning: {plastic_lora: {rank: 4, alpha: 0.2, decay: 0.9}, memory: {dim: 8, top_k: 1, max_tokens: 8}, "
-        "controller: {step_budget: 4, max_branches: 1}, rl: {horizon: 8, latency_weight: 0, stability_weight: 0}, "
-        "agent: {tokens: true, data: {kind: jsonl, paths: [a]}}}\ntrain:",
+        REASONING + ", agent: {tokens: true, data: {kind: jsonl, paths: [a]}}}\ntrain:",
         """\
         run.yaml:6: reasoning.agent.tokens: found true (true/false)
             allowed: false with a section data, whose documents are text""",
-    ),
-    "chunks of documents that could be false": (
-        "train:",
-        "reasoning: {plastic_lora: {rank: 4, alpha: 0.2, decay: 0.9}, memory: {dim: 8, top_k: 1, max_tokens: 8}, "
-        "controller: {step_budget: 4, max_branches: 1}, rl: {horizon: 8, latency_weight: 0, stability_weight: 0}, "
-        "phases: {acceptance: {steps: 1}}, plasticity: {data: {kind: jsonl, paths: [a]}}}\ntrain:",
-        """\
-        run.yaml:6: reasoning.plasticity.data: found a section
-            allowed: null, or a section reasoning.acceptance: that phase needs chunks of which some are false""",
     ),
     "fp16 on a CPU": (
         "train:",

@@ -192,6 +192,14 @@ def test_all_documents_are_checked_before_training(name: str, write: Write, toke
         check_episodes(config, tokenizer)
 
 
+def test_documents_have_no_false_chunks_to_reject() -> None:
+    overrides = ["reasoning.plasticity={task: recall, data: {kind: jsonl, paths: [a]}}", "reasoning.acceptance=null"]
+    with pytest.raises(
+        ConfigError, match=r"reasoning.plasticity.data: found a section\n.*chunks of which some are false"
+    ):
+        Config.from_yaml("configs/cdrmix-reason-tiny.yaml", overrides)
+
+
 def test_windows_are_as_wide_as_the_configuration_says(write: Write, tokenizer: TextTokenizer) -> None:
     """A question of 60 tokens and an answer of 100."""
     question, answer = "What is this? " * 12, "9 8 7 6 5 4 3 2 1 0 " * 5

@@ -33,7 +33,7 @@ from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import train_alone
 from cdrmix.reason.rl import rollout
 from cdrmix.reason.rl.grpo import OBJECTIVES, Advantages
-from cdrmix.reason.sources import source_of
+from cdrmix.reason.sources import check_episodes, source_of
 from cdrmix.training.objective import Outcome
 
 PATIENCE = Rl.model_fields["patience"].default
@@ -351,4 +351,4 @@ def test_the_likelihood_of_the_right_answer_is_a_reward() -> None:
 
 def test_token_ids_have_no_rewards_by_text() -> None:
     with pytest.raises(ConfigError, match="reward=f1 compares texts, and the agent's task has none"):
-        outcomes(phase_of(reward="f1"), model_of())
+        check_episodes(config_of(reward="f1"))
