@@ -154,7 +154,7 @@ class DocumentEpisodes(TextEpisodes):
     def _cut(self, document: Document, chunks: int, number: int) -> tuple[list[list[int]], list[int]]:
         """The tokens of each chunk, and the chunk of each fact; -1 in training for a fact that lies in two chunks."""
         ids = self._tokens(document.context)
-        spans = [self._spans(ids, fact) for fact in document.facts]
+        spans = self._spans(ids, document.facts)
         shift = 0
         if number < FIRST_HELD_OUT and document.memories is None:  # those were written for the plain cut
             shifts = [shift for shift in range(self.chunk) if -(-(shift + len(ids)) // self.chunk) <= chunks]
@@ -171,16 +171,18 @@ class DocumentEpisodes(TextEpisodes):
         whole = [first for first, last in spans if (first + shift) // self.chunk == (last + shift) // self.chunk]
         return (whole[0] + shift) // self.chunk if whole else -1
 
-    def _spans(self, ids: Sequence[int], fact: str) -> list[tuple[int, int]]:
-        """The first and the last token of every place of a passage; empty if the tokenizer changes it."""
+    def _spans(self, ids: Sequence[int], passages: Sequence[str]) -> list[list[tuple[int, int]]]:
+        """The first and the last token of every place of each passage; none if the tokenizer changes it."""
         pieces = [self.tokenizer.token_bytes(token) for token in ids]
-        text, wanted = b"".join(pieces), fact.encode()
-        ends = np.cumsum([len(piece) for piece in pieces])
-        spans, start = [], text.find(wanted)
-        while start >= 0:
-            first, last = np.searchsorted(ends, [start, start + len(wanted) - 1], side="right").tolist()
-            spans.append((int(first), int(last)))
-            start = text.find(wanted, start + 1)
+        text, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
+        spans: list[list[tuple[int, int]]] = []
+        for wanted in (passage.encode() for passage in passages):
+            spans.append([])
+            start = text.find(wanted)
+            while start >= 0:
+                first, last = np.searchsorted(ends, [start, start + len(wanted) - 1], side="right").tolist()
+                spans[-1].append((int(first), int(last)))
+                start = text.find(wanted, start + 1)
         return spans
 
 

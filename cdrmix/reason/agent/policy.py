@@ -22,7 +22,7 @@ from cdrmix.reason.agent.answers import AnswerScorer
 from cdrmix.reason.episodes import Asked, EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
-from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
+from cdrmix.reason.rl.grpo import OBJECTIVES, Advantages, Objective, Totals, entropy, group_advantages, policy_loss
 from cdrmix.reason.rl.rollout import micro_batches, taken
 from cdrmix.training.distributed import reduce_over_processes
 from cdrmix.training.objective import Outcome
@@ -161,17 +161,7 @@ class PolicyPhase:
         sums = _sums([part.reading for part in parts], group.groups, group.dropped_groups, rewards, turns_read, errors)
         if self.rl.rollouts_every and step % self.rl.rollouts_every == 0 and rank == 0:
             self.shown = _shown(parts[0], self.source, self.rl.group_size)
-        turns, answers = [], []
-        kept = zip(
-            group.advantages_N.split(together * self.rl.group_size),
-            group.kept_N.split(together * self.rl.group_size),
-            strict=True,
-        )
-        for part, (advantages, kept_N) in zip(parts, kept, strict=True):
-            if self.rl.credit != "final_turn" and len(part.reading.turns) > 1:
-                turns.append(RolloutBatch.of(part.reading.turns[:-1], advantages, kept_N))
-            answers.append(RolloutBatch.of(part.reading.turns[-1:], advantages, kept_N))
-        batches = [RolloutBatch.joined(those) for those in (turns, answers) if those]
+        batches = self._sequences(parts, group, together * self.rl.group_size)
         rows = self.settings.micro_batch
         wanted = [-(-len(batch.prompts_SL) // rows) for batch in batches]
         counts = torch.tensor(
@@ -218,6 +208,19 @@ class PolicyPhase:
         read_B = (episodes.chunks_BNC != self.window.pad).any(2).sum(1)
         turns = int(read_B.sum()) * self.rl.group_size
         return RolledOut(reading, rewards_of(reading, self.rl, self.step_budget, task_B), scored_B, asked, turns)
+
+    def _sequences(self, parts: list[RolledOut], group: Advantages, rows: int) -> list[RolloutBatch]:
+        """What is learnt from: the turns that wrote memories, if they have credit, and those that answered.
+
+        rows: rollouts of each part but the last, which may have fewer.
+        """
+        turns, answers = [], []
+        of_parts = zip(parts, group.advantages_N.split(rows), group.kept_N.split(rows), strict=True)
+        for part, advantages, kept in of_parts:
+            if self.rl.credit != "final_turn" and len(part.reading.turns) > 1:
+                turns.append(RolloutBatch.of(part.reading.turns[:-1], advantages, kept))
+            answers.append(RolloutBatch.of(part.reading.turns[-1:], advantages, kept))
+        return [RolloutBatch.joined(those) for those in (turns, answers) if those]
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
         """Means for a rollout of the reward and its parts; capture and retention, if there are facts; the share of
