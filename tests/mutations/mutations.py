@@ -198,8 +198,8 @@ MUTATIONS = (
     Mutation(
         "documents: a fact that lies in two chunks is in the first",
         "cdrmix/reason/documents.py",
-        "return int(first) // self.chunk if first // self.chunk == last // self.chunk else -1",
-        "return int(first) // self.chunk",
+        "if (first + shift) // self.chunk == (last + shift) // self.chunk",
+        "if first <= last",
         ("tests/reason/test_documents.py::test_chunks_are_the_document_and_hold_its_facts",),
     ),
     Mutation(
