@@ -23,6 +23,7 @@ import torch
 from cases import Case, Options, Result, quantiles
 from comparison import one_thread, peak_in_fresh_process
 from measure import peak_of_process
+from torch import nn
 
 from cdrmix.config.schema import Attention, Config, FeedForward, Model, Rwkv
 from cdrmix.inference.generate import Row, decode
@@ -87,23 +88,8 @@ def rollouts(attention: int, length: int, new_tokens: int, options: Options) -> 
         ours(), theirs()
         rates = [(_rate(ours), _rate(theirs)) for _ in range(options.blocks)]
     mine, other = ([pair[which] for pair in rates] for which in (0, 1))
-    return Result(
-        unit="tokens/s",
-        peer_name="TRL GRPOTrainer, transformers",
-        ours=mine,
-        peer=other,
-        settings={
-            "attention_layers": attention,
-            "prompts": PROMPTS,
-            "group": GROUP,
-            "prompt_tokens": length,
-            "new_tokens": new_tokens,
-            "parameters": parameters,
-            "peer_parameters": sum(parameter.numel() for parameter in peer.parameters()),
-            "device": "cpu",
-            "threads": 1,
-        },
-    )
+    settings = {"attention_layers": attention, **_settings((PROMPTS, GROUP, length, new_tokens), model, peer)}
+    return Result(unit="tokens/s", peer_name="TRL GRPOTrainer, transformers", ours=mine, peer=other, settings=settings)
 
 
 def adapted(projections: dict[str, list[str]], options: Options) -> Result:
@@ -176,16 +162,19 @@ def adapted(projections: dict[str, list[str]], options: Options) -> Result:
             "config": ADAPTED.name,
             "chunk": ADAPTED_CHUNK,
             "adapters": models[True].adapters,
-            "prompts": count,
-            "group": group,
-            "prompt_tokens": length,
-            "new_tokens": new_tokens,
-            "parameters": parameters,
-            "peer_parameters": sum(parameter.numel() for parameter in peer.parameters()),
-            "device": "cpu",
-            "threads": 1,
+            **_settings(ADAPTED_ROLLOUTS, models[True], peer),
         },
     )
+
+
+def _settings(sizes: tuple[int, int, int, int], model: nn.Module, peer: nn.Module) -> dict[str, object]:
+    """sizes: prompts, rows of each, tokens of a prompt, new tokens."""
+    names = ("prompts", "group", "prompt_tokens", "new_tokens")
+    counted = {
+        name: sum(parameter.numel() for parameter in each.parameters())
+        for name, each in (("parameters", model), ("peer_parameters", peer))
+    }
+    return {**dict(zip(names, sizes, strict=True)), **counted, "device": "cpu", "threads": 1}
 
 
 def _rate(call: Callable[[], int]) -> float:

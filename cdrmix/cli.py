@@ -332,12 +332,19 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     text = "use a model that was trained in stage B"
     reason = subparsers.add_parser("reason", help=text, description=text, allow_abbrev=False)
     actions = reason.add_subparsers(dest="action", required=True, metavar="COMMAND")
-    text = "read a document chunk by chunk, show what the model stores, answer a question about it"
-    demo = actions.add_parser("demo", help=text, description=text, allow_abbrev=False)
+    demo, evaluate = (
+        actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        for name, text in (
+            ("demo", "read a document chunk by chunk, show what the model stores, answer a question about it"),
+            ("eval", "ask a model about documents of several lengths, with each mechanism on and off"),
+        )
+    )
     demo.set_defaults(command=commands.reason_demo, name="reason demo")
-    add_model(demo)
-    add_checkpoint(demo, "last")
-    add_device(demo)
+    evaluate.set_defaults(command=commands.reason_eval, name="reason eval")
+    for command in (demo, evaluate):
+        add_model(command)
+        add_checkpoint(command, "last")
+        add_device(command)
     demo.add_argument(
         "--document", type=Path, metavar="FILE", help="UTF-8 text (default: a generated document of facts)"
     )
@@ -357,12 +364,6 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     text = "keep committed chunks in a durable index in this folder; answer from all that was read into it"
     demo.add_argument("--memory", type=Path, metavar="FOLDER", help=text)
-    text = "ask a model about documents of several lengths, with each mechanism on and off"
-    evaluate = actions.add_parser("eval", help=text, description=text, allow_abbrev=False)
-    evaluate.set_defaults(command=commands.reason_eval, name="reason eval")
-    add_model(evaluate)
-    add_checkpoint(evaluate, "last")
-    add_device(evaluate)
     text = (
         "generated tasks by name, family or last part of the name (qa1, niah, recall), or your own questions as "
         "jsonl:FILE (default: those that the memory agent was trained on)"

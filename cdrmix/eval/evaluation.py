@@ -16,7 +16,8 @@ import math
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import cdrmix.eval
 from cdrmix.data.tokenizer import TextTokenizer
@@ -30,6 +31,9 @@ ATTEMPTS = 8  # text lengths that are tried for one question
 NEAR, LEAST = 0.9, 0.25  # shares of the length asked for: from NEAR the search ends; below LEAST there is no question
 SPARE = 8  # tokens that an answer may have beyond the right one
 BATCH_TOKENS = 16384  # prompt tokens in one batch
+
+
+Made = TypeVar("Made")
 
 
 class Question(NamedTuple):
@@ -208,7 +212,7 @@ def _questions(
     name: str, tokens: int, tokenizer: TextTokenizer, count: int, seed: int
 ) -> Iterator[tuple[Question, int]]:
     """Questions of at most `tokens` tokens, each with its length in tokens."""
-    characters = round(CHARACTERS_A_TOKEN * tokens)
+    characters: int | None = None
     for number in range(count):
         question, length, used = _fitted(name, tokens, tokenizer, seed, number, characters)
         if number == 0:
@@ -217,24 +221,42 @@ def _questions(
 
 
 def _fitted(
-    name: str, tokens: int, tokenizer: TextTokenizer, seed: int, number: int, characters: int
+    name: str, tokens: int, tokenizer: TextTokenizer, seed: int, number: int, characters: int | None
 ) -> tuple[Question, int, int]:
     """The longest question of at most `tokens` tokens that is found; its tokens; the characters asked for."""
-    tried: dict[int, int] = {}  # characters asked for -> tokens of the question
-    best: tuple[Question, int, int] | None = None
+
+    def length_of(question: Question) -> int:
+        return 1 + _tokens(name, question.prompt, tokenizer) + _tokens(name, question.answer, tokenizer)
+
+    question, length, used = of_length(partial(EVALUATIONS[name], seed, number), length_of, tokens, characters)
+    if length > tokens:
+        raise _NoQuestionError(f"its shortest question has {length:,} tokens")
+    if length < LEAST * tokens:
+        raise _NoQuestionError(f"its longest question up to this length has only {length:,} tokens")
+    return question, length, used
+
+
+def of_length(
+    make: Callable[[int], Made], length_of: Callable[[Made], int], tokens: int, characters: int | None = None
+) -> tuple[Made, int, int]:
+    """The longest text of at most `tokens` tokens that is found, else the shortest; its tokens; its characters.
+
+    make: a text of about so many characters. characters: to try first; None: an estimate. The search ends at the share
+    NEAR of the tokens, and after ATTEMPTS texts.
+    """
+    characters = round(CHARACTERS_A_TOKEN * tokens) if characters is None else characters
+    tried: dict[int, int] = {}  # characters asked for -> tokens
+    best: tuple[Made, int, int] | None = None
     while characters not in tried and len(tried) < ATTEMPTS:
-        question = EVALUATIONS[name](seed, number, characters)
-        length = 1 + _tokens(name, question.prompt, tokenizer) + _tokens(name, question.answer, tokenizer)
-        tried[characters] = length
-        if length <= tokens and (best is None or length > best[1]):
-            best = question, length, characters
+        made = make(characters)
+        length = tried[characters] = length_of(made)
+        fits = length <= tokens
+        if best is None or (length > best[1] if fits and best[1] <= tokens else length < best[1]):
+            best = made, length, characters
         if NEAR * tokens <= length <= tokens:
             break
         characters = max(1, round(characters * (1 + NEAR) / 2 * tokens / length))
-    if best is None:
-        raise _NoQuestionError(f"its shortest question has {min(tried.values()):,} tokens")
-    if best[1] < LEAST * tokens:
-        raise _NoQuestionError(f"its longest question up to this length has only {best[1]:,} tokens")
+    assert best is not None
     return best
 
 

@@ -16,7 +16,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from cdrmix.confidence import CONFIDENCE, items_for_quantile, upper_rank
 from cdrmix.data.tasks import make_example
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CdrmixError
+from cdrmix.eval.peak_memory import peak, reset_peak
 from cdrmix.eval.suites import SUITES, Decode, Measure, Subject, SuiteOptions, SuiteResult
 
 PROMPT, NEW = 128, 64  # tokens
@@ -73,7 +73,7 @@ def latency(subject: Subject, options: SuiteOptions, say: Callable[[str], None])
         for number in range(WARM_UP):
             _request(parts.decode, _prompt(parts.tokenizer, options.seed, number))
         warm_up = time.perf_counter() - began
-        exact = _reset_peak(device)
+        exact = reset_peak(device)
         requests: list[Request] = []
         began = time.perf_counter()
         while len(requests) < (options.limit or enough):
@@ -101,7 +101,7 @@ def latency(subject: Subject, options: SuiteOptions, say: Callable[[str], None])
         Measure("first_token_p50_ms", quantile(first, 0.5), *median_interval(first), count),
         Measure("first_token_p99_ms", quantile(first, 0.99), None, upper_bound(first, 0.99), count),
         Measure("token_p50_ms", quantile(token, 0.5), *median_interval(token), count),
-        Measure("peak_memory_mib", _peak(device) / 2**20, count=count),
+        Measure("peak_memory_mib", peak(device) / 2**20, count=count),
     )
     after = os.getloadavg()
     cores = len(os.sched_getaffinity(0))
@@ -155,23 +155,3 @@ def _prompt(tokenizer: TextTokenizer, seed: int, number: int) -> list[int]:
     while ids and len(ids) < PROMPT - 1:
         ids = ids + ids
     return [tokenizer.first_id, *ids[: PROMPT - 1]]
-
-
-def _reset_peak(device: torch.device) -> bool:
-    """Begins the count of the largest memory anew; whether this system can."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # man 5 proc: resets VmHWM
-    except OSError:
-        return False
-    return True
-
-
-def _peak(device: torch.device) -> float:
-    """Bytes: the largest memory since `_reset_peak`."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -13,8 +13,6 @@ the whole text is the first line. Questions of files that the model was trained 
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -26,6 +24,7 @@ from cdrmix.config.schema_reasoning import QuestionFiles, Reasoning
 from cdrmix.data.tasks import TASKS, known_task, score
 from cdrmix.errors import ConfigError, CorpusError
 from cdrmix.eval.intervals import wilson
+from cdrmix.eval.peak_memory import peak, reset_peak
 from cdrmix.inference.load import Loaded
 from cdrmix.model.cache import select, with_fast_weights
 from cdrmix.model.decoding import Prefix, prefill, prefill_rows
@@ -49,9 +48,8 @@ class DocumentScore(NamedTuple):
     """One mechanism's answers to questions of one task and length.
 
     length: tokens asked for; None for documents of files. tokens: mean tokens of a document. questions: their number.
-    score: see the module; its interval. f1: of the words. capture, retention: of the memory; None
-    without facts. tokens_per_second: of documents, with their answers. memory_mib: largest so far of the device, on a
-    CPU of the process.
+    score: see the module; its interval. f1: of the words. capture, retention: of the memory; None without facts.
+    tokens_per_second: of documents, with their answers. memory_mib: largest of the GPU, on a CPU of the process.
     """
 
     task: str
@@ -220,6 +218,7 @@ class _Reader:
         """The score of one mechanism."""
         total = f1 = seconds = 0.0
         tokens, facts = 0, [0, 0, 0]
+        reset_peak(self._device)
         for start in range(0, len(numbers), ROWS):
             part = numbers[start : start + ROWS]
             tokens += sum(
@@ -247,7 +246,7 @@ class _Reader:
             captured / of_facts if of_facts else None,
             held / captured if captured else None,
             tokens / max(seconds, 1e-9),
-            self._memory(),
+            peak(self._device) / 2**20,
         )
 
     def _from_memory(self, numbers: range, *, last_only: bool = False) -> _Answered:
@@ -322,9 +321,3 @@ class _Reader:
         )
         rows = zip(generated.tokens_BN, generated.mask_BN, strict=True)
         return [self._source.text(tokens_N[mask_N].tolist()) for tokens_N, mask_N in rows]
-
-    def _memory(self) -> float:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) / 2**20
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / (2**20 if sys.platform == "darwin" else 2**10)

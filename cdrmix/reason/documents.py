@@ -23,14 +23,14 @@ from torch import Tensor
 from cdrmix.config.schema_reasoning import EpisodesOfDocuments, QuestionFiles
 from cdrmix.data.sources.base import BadRecord, record_location
 from cdrmix.data.sources.files import find_files
-from cdrmix.data.sources.tables import decoded, json_lines
+from cdrmix.data.sources.tables import JsonLines, decoded, json_lines
 from cdrmix.data.tasks import Filler, known_task, make_example
 from cdrmix.data.tasks.example import ANSWER, Example
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, CorpusError
+from cdrmix.eval.evaluation import of_length
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Asked, Episodes, TextEpisodes
 
-SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 WIDTH = 64  # tokens of a question and of an answer, if the configuration does not set them
 MAX_EXPANSION = 1000  # of compressed files, as data.max_expansion
 QUESTION = "\nQuestion: "  # what stands before the question of a generated task
@@ -38,9 +38,6 @@ NOT_DEMONSTRATED = (
     "the phase imitation needs facts, the passages that an answer needs, or memories, the memory after each chunk;"
     " give them, or set reasoning.phases.imitation.steps: 0"
 )
-ATTEMPTS = 12  # lengths of text that are tried for a generated document
-SHORTER = 0.97  # of the length at which it would just fit, for the next attempt
-CHARACTERS_A_TOKEN = 4.0  # the first estimate
 
 
 class Document(NamedTuple):
@@ -308,29 +305,28 @@ class TaskDocuments(DocumentEpisodes):
         return self._documents(number, chunks)
 
     def _document(self, number: int, chunks: int) -> Document:
-        room = chunks * self.chunk
-        characters = int(room * CHARACTERS_A_TOKEN)
-        for _ in range(ATTEMPTS):
-            made = make_example(
-                self._section.task, self.seed, number, self._level.at_length(characters), filler=self._filler
-            )
-            context, _, rest = made.prompt.rpartition(QUESTION)
-            if not context:
-                raise ConfigError(f"tasks: {self._section.task!r} has no text before its question")
-            tokens = len(self.tokenizer.encode(context))
-            if tokens <= room:
-                break
-            characters = max(1, int(characters * SHORTER * room / tokens))
+        task = self._section.task
+
+        def make(characters: int) -> Example:
+            return make_example(task, self.seed, number, self._level.at_length(characters), filler=self._filler)
+
+        def length_of(example: Example) -> int:
+            return max(1, len(self.tokenizer.encode(example.prompt.rpartition(QUESTION)[0])))
+
+        made, _, _ = of_length(make, length_of, chunks * self.chunk)
+        context, _, rest = made.prompt.rpartition(QUESTION)
+        if not context:
+            raise ConfigError(f"tasks: {task!r} has no text before its question")
         question = rest.removesuffix(f"\n{ANSWER}")
         answers = (made.answer.strip(),)
-        row = {"task": self._section.task, "number": number, "question": question, "answers": list(answers)}
-        return Document(context, question, answers, (), None, row, f"{self._section.task} {number}", made)
+        row = {"task": task, "number": number, "question": question, "answers": list(answers)}
+        return Document(context, question, answers, (), None, row, f"{task} {number}", made)
 
 
 def read_documents(section: QuestionFiles) -> list[Document]:
     """All rows of files. Raises CorpusError that names file and line."""
     documents: list[Document] = []
-    for path in find_files(list(section.paths), SUFFIXES, key="reasoning: data.paths"):
+    for path in find_files(list(section.paths), JsonLines.suffixes, key="reasoning: data.paths"):
         for record in json_lines(path, MAX_EXPANSION):
             place = record_location(str(path), record.number)
             try:

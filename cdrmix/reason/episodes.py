@@ -195,7 +195,7 @@ class TextEpisodes(ABC):
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, without padding and marks. Bytes that are not UTF-8 are replaced."""
         kept = [token for token in ids if token != self.pad and token not in self.marks]
-        return self.tokenizer.decode_bytes(kept).decode("utf-8", errors="replace").strip()
+        return self.tokenizer.decode(kept).strip()
 
     def probe(self, episodes: Episodes) -> Probe:
         """[question | ANSWER | answer | END], without gaps."""

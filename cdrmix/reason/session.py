@@ -256,7 +256,7 @@ class Session:
 
     def _text(self, ids_1L: Tensor) -> str:
         ids = [token for token in ids_1L.flatten().tolist() if token != self._source.pad]
-        return self._tokenizer.decode_bytes(ids).decode("utf-8", errors="replace")
+        return self._tokenizer.decode(ids)
 
 
 def reader_of_text(loaded: Loaded) -> Reasoning:
