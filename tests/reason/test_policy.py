@@ -350,5 +350,6 @@ def test_the_likelihood_of_the_right_answer_is_a_reward() -> None:
 
 
 def test_token_ids_have_no_rewards_by_text() -> None:
-    with pytest.raises(ConfigError, match="reward=f1 compares texts, and the agent's task has none"):
-        check_episodes(config_of(reward="f1"))
+    for check in (lambda: check_episodes(config_of(reward="f1")), lambda: phase_of(reward="f1")):
+        with pytest.raises(ConfigError, match="reward=f1 compares texts, and the agent's task has none"):
+            check()

@@ -10,20 +10,21 @@ from torch import Tensor
 from cdrmix.config.schema_reasoning import Rl
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent.agent import Reading, Window
-from cdrmix.reason.episodes import Asked, Episodes, EpisodeSource
-from cdrmix.reason.rl.rewards import LIKELIHOOD, Reward, reward_of, scored
+from cdrmix.reason.episodes import Asked, Episodes, EpisodeSource, TokenSource
+from cdrmix.reason.rl.rewards import LIKELIHOOD, Reward, check_reward, reward_of, scored
 from cdrmix.reason.rl.rollout import taken
 
 LOGGER = logging.getLogger(__name__)
 
 
 class AnswerScorer:
-    """The reward `rl.reward` of answers. Token ids without text know `exact` and `likelihood` alone.
+    """The reward `rl.reward` of answers. Raises what `check_reward` raises.
 
     The first failure of a function is logged with its place, and later ones of another kind. error: the last one.
     """
 
     def __init__(self, settings: Rl, source: EpisodeSource, window: Window) -> None:
+        check_reward(settings.reward, in_ids=isinstance(source, TokenSource))
         self._name, self._source, self._window = settings.reward, source, window
         self._reward: Reward | None = None if settings.reward == LIKELIHOOD else reward_of(settings.reward)
         self._logged: set[str] = set()
