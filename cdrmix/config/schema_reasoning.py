@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from cdrmix.config.schema_data import Source
 from cdrmix.config.section import (
     Between0And1,
     Fraction,
@@ -177,9 +178,9 @@ class QuestionFiles(Section):
     facts_field: Text = "facts"
     """Field with a list of passages of the document that an answer needs, which the demonstrations of the phase
     imitation keep in the memory. Capture and retention are measured by them. It may be missing."""
-    memories_field: Text = "memories"
-    """Field with a list of the memory's text after each chunk, as demonstrations in place of facts. It may be
-    missing."""
+    notes_field: Text = "notes"
+    """Field with a list of notes, as demonstrations in place of facts: objects with a passage of the document and with
+    the memory, the text of the memory after this passage. They are in the order of the passages. It may be missing."""
     held_out: Between0And1 = 0.1
     """Share of the documents that are kept for the evaluation, with all their questions."""
 
@@ -191,6 +192,9 @@ class EpisodesOfDocuments(EpisodesOfTask):
     """Name of the task, if there is no section data."""
     data: QuestionFiles | None = None
     """Files of documents with questions, in place of the task. null: the task's documents."""
+    filler: Source | None = None
+    """Text among which a task hides its facts. The last tenth of its sentences is kept for the evaluation. null:
+    generated sentences."""
     question_tokens: PositiveInt | None = None
     """Tokens of the longest question. null: 64 with a section data, else that of 64 generated ones and 4 more."""
     answer_tokens: PositiveInt | None = None

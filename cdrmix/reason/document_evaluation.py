@@ -33,6 +33,7 @@ from cdrmix.reason.agent.agent import Window, last_chunk_only, read_episodes
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.documents import Document, GivenDocuments, TaskDocuments, read_documents, read_questions
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, by_length
+from cdrmix.reason.filler import fillers_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.plasticity.phase import read, zeroed
 from cdrmix.reason.rl.rewards import REWARDS
@@ -165,7 +166,7 @@ def _sources(
                 update={"task": task, "data": None, "difficulty": difficulty, "seed": seed, **widths}
             )
             for length in lengths:
-                generated = TaskDocuments(made, chunk, tokenizer)
+                generated = TaskDocuments(made, chunk, tokenizer, fillers_of(section.filler))
                 documents = [generated.document(FIRST_HELD_OUT + each, -(-length // chunk)) for each in range(count)]
                 yield task, length, GivenDocuments(documents, made, chunk, tokenizer)
 

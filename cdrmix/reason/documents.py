@@ -1,7 +1,7 @@
 """Episodes of documents: a text of any length is cut into chunks of tokens, and a question about it is answered.
 
 `FileDocuments` reads documents, questions and answers from files of the user. `TaskDocuments` makes them by a generated
-task. A document is cut by its tokens alone, as `Session` cuts it, so a passage can lie in two chunks.
+task. A document is cut as `Session` cuts it (`chunking`), so a passage can lie in two chunks.
 
 Shapes: as in `episodes`. M: tokens of the memory's text after a chunk.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -24,34 +25,37 @@ from cdrmix.config.schema_reasoning import EpisodesOfDocuments, QuestionFiles
 from cdrmix.data.sources.base import BadRecord, record_location
 from cdrmix.data.sources.files import find_files
 from cdrmix.data.sources.tables import JsonLines, decoded, json_lines
-from cdrmix.data.tasks import Filler, known_task, make_example
-from cdrmix.data.tasks.example import ANSWER, Example
+from cdrmix.data.tasks import known_task, make_example
+from cdrmix.data.tasks.example import ANSWER, Example, Note
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, CorpusError
 from cdrmix.eval.evaluation import of_length
-from cdrmix.reason.episodes import FIRST_HELD_OUT, Asked, Episodes, TextEpisodes
+from cdrmix.reason.chunking import chunk_bounds
+from cdrmix.reason.episodes import FIRST_HELD_OUT, Asked, Episodes, TextEpisodes, filler_for
+from cdrmix.reason.filler import Fillers
 
 WIDTH = 64  # tokens of a question and of an answer, if the configuration does not set them
 MAX_EXPANSION = 1000  # of compressed files, as data.max_expansion
 QUESTION = "\nQuestion: "  # what stands before the question of a generated task
 NOT_DEMONSTRATED = (
-    "the phase imitation needs facts, the passages that an answer needs, or memories, the memory after each chunk;"
-    " give them, or set reasoning.phases.imitation.steps: 0"
+    "the phase imitation needs facts, the passages that an answer needs, or notes, the memory after each passage that"
+    " changes it; give them, or set reasoning.phases.imitation.steps: 0"
 )
 
 
 class Document(NamedTuple):
     """A text, a question about it, and its right answers.
 
-    facts: passages of the text that the answer needs. memories: the memory's text after each chunk; None: not given.
-    row: what a reward function is given. place: where the document is from, for messages. example: of a generated task.
+    facts: passages of the text that the answer needs. notes: passages in their order, and the text of the memory after
+    each; None: not given. row: what a reward function is given. place: where the document is from, for messages.
+    example: of a generated task.
     """
 
     context: str
     question: str
     answers: tuple[str, ...]
     facts: tuple[str, ...]
-    memories: tuple[str, ...] | None
+    notes: tuple[Note, ...] | None
     row: Mapping[str, Any]
     place: str
     example: Example | None = None
@@ -118,18 +122,47 @@ class DocumentEpisodes(TextEpisodes):
         return [Asked(each.question, each.answers, each.row) for each in documents]
 
     def memories(self, numbers: Sequence[int], chunks: int) -> Tensor | None:
-        """The memory's tokens after each chunk, int64 [B, N, M], padded; None if the first document has none."""
+        """The memory's tokens after each chunk, int64 [B, N, M], padded; None if the first document has no notes."""
         documents = [self.document(number, chunks) for number in numbers]
-        if documents[0].memories is None:
+        if documents[0].notes is None:
             return None
-        rows = [[self._encoded(f" {text}") if text else [] for text in each.memories or ()] for each in documents]
-        count, width = max(map(len, rows)), max(len(ids) for row in rows for ids in row)
+        rows = [self._memories(document) for document in documents]
+        count, width = max(map(len, rows)), max(1, *(len(ids) for row in rows for ids in row))
         return torch.stack(
             [torch.stack([self._padded(ids, width) for ids in [*row, *[[]] * (count - len(row))]]) for row in rows]
         )
 
+    def _memories(self, document: Document) -> list[list[int]]:
+        """The memory after each chunk: that of the last note whose passage has ended."""
+        assert document.notes is not None
+        ids = self._tokens(document.context)
+        texts = ["", *(note.memory for note in document.notes)]
+        ends = self._note_ends(document, ids)
+        memories = [texts[bisect_right(ends, bound)] for bound in self._bounds(ids)[1:]]
+        return [self._encoded(f" {text}") if text else [] for text in memories]
+
+    def _note_ends(self, document: Document, ids: Sequence[int]) -> list[int]:
+        """The number of tokens up to the end of each note's passage. Raises ConfigError if the tokenizer changes it."""
+        assert document.notes is not None
+        pieces = [self.tokenizer.token_bytes(token) for token in ids]
+        text, ends, start, found = b"".join(pieces), np.cumsum([len(piece) for piece in pieces]), 0, []
+        for passage in (note.passage.encode() for note in document.notes):
+            start = text.find(passage, start)
+            if start < 0:
+                raise ConfigError(
+                    f"{document.place}: the tokenizer changes the passage {passage.decode()!r} of a note; write it as"
+                    " the tokenizer does"
+                )
+            start += len(passage)
+            found.append(int(np.searchsorted(ends, start)) + 1)
+        return found
+
+    def _bounds(self, ids: Sequence[int], shift: int = 0) -> list[int]:
+        """Where the chunks begin and end. shift: tokens that the first chunk lacks."""
+        return chunk_bounds([self.tokenizer.token_bytes(token) for token in ids], self.chunk, self.chunk - shift)
+
     def _chunks(self, ids: Sequence[int]) -> int:
-        return -(-len(ids) // self.chunk)
+        return len(self._bounds(ids)) - 1
 
     def _problem(self, document: Document, chunks: int) -> str | None:
         """What keeps a document from being an episode, with the remedy."""
@@ -141,32 +174,28 @@ class DocumentEpisodes(TextEpisodes):
         count = self._chunks(self._tokens(document.context))
         if count > chunks:
             return f"the document has {count} chunks of {self.chunk} tokens; raise chunks={chunks}, or reasoning.chunk"
-        if document.memories is not None and len(document.memories) != count:
-            return (
-                f"there are {len(document.memories)} memories, and the document has {count} chunks of {self.chunk}"
-                " tokens; give one memory for each chunk"
-            )
         return None
 
     def _cut(self, document: Document, chunks: int, number: int) -> tuple[list[list[int]], list[int]]:
         """The tokens of each chunk, and the chunk of each fact; -1 in training for a fact that lies in two chunks."""
         ids = self._tokens(document.context)
-        spans = self._spans(ids, document.facts)
-        shift = 0
-        if number < FIRST_HELD_OUT and document.memories is None:  # those were written for the plain cut
-            shifts = [shift for shift in range(self.chunk) if -(-(shift + len(ids)) // self.chunk) <= chunks]
-            shift = min(shifts, key=lambda shift: sum(self._chunk_of(those, shift) < 0 for those in spans), default=0)
-        bounds = [0, *range(self.chunk - shift, len(ids), self.chunk), len(ids)]
-        pieces = [ids[start:end] for start, end in pairwise(bounds)]
-        places = [self._chunk_of(those, shift) for those in spans]
+        spans, bounds = self._spans(ids, document.facts), self._bounds(ids)
         if number >= FIRST_HELD_OUT:
-            places = [(those[0][1] // self.chunk if those else -1) for those in spans]
-        return pieces, places
+            places = [_chunk_at(bounds, those[0][1]) if those else -1 for those in spans]
+        else:
+            places = [_chunk_of(bounds, those) for those in spans]
+            if min(places, default=0) < 0 and document.notes is None:  # notes are of the plain cut
+                bounds, places = self._shifted(ids, spans, chunks)
+        return [list(ids[start:end]) for start, end in pairwise(bounds)], places
 
-    def _chunk_of(self, spans: Sequence[tuple[int, int]], shift: int) -> int:
-        """The first chunk that has one of the spans as a whole, if the first chunk lacks `shift` tokens; -1: none."""
-        whole = [first for first, last in spans if (first + shift) // self.chunk == (last + shift) // self.chunk]
-        return (whole[0] + shift) // self.chunk if whole else -1
+    def _shifted(
+        self, ids: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]], chunks: int
+    ) -> tuple[list[int], list[int]]:
+        """The cut with a shorter first chunk that has the fewest facts in two chunks, and the chunk of each fact."""
+        cuts = [self._bounds(ids, shift) for shift in range(self.chunk)]
+        cuts = [bounds for bounds in cuts if len(bounds) - 1 <= chunks] or cuts[:1]
+        of_cuts = [(bounds, [_chunk_of(bounds, those) for those in spans]) for bounds in cuts]
+        return min(of_cuts, key=lambda cut: sum(place < 0 for place in cut[1]))
 
     def _spans(self, ids: Sequence[int], passages: Sequence[str]) -> list[list[tuple[int, int]]]:
         """The first and the last token of every place of each passage; none if the tokenizer changes it."""
@@ -181,6 +210,16 @@ class DocumentEpisodes(TextEpisodes):
                 spans[-1].append((int(first), int(last)))
                 start = text.find(wanted, start + 1)
         return spans
+
+
+def _chunk_at(bounds: Sequence[int], token: int) -> int:
+    return bisect_right(bounds, token) - 1
+
+
+def _chunk_of(bounds: Sequence[int], spans: Sequence[tuple[int, int]]) -> int:
+    """The first chunk that has one of the spans as a whole; -1: none."""
+    whole = [first for first, last in spans if _chunk_at(bounds, first) == _chunk_at(bounds, last)]
+    return _chunk_at(bounds, whole[0]) if whole else -1
 
 
 class FileDocuments(DocumentEpisodes):
@@ -217,7 +256,7 @@ class FileDocuments(DocumentEpisodes):
     def check(self, chunks: int, *, demonstrated: bool = False, memory: int | None = None) -> None:
         """Raises ConfigError if documents do not fit, with their number and the first of them.
 
-        demonstrated: every document that is trained on must have facts or memories. memory: tokens that a turn writes,
+        demonstrated: every document that is trained on must have facts or notes. memory: tokens that a turn writes,
         which must hold them; None: not checked.
         """
         train, held_out = self._questions
@@ -238,10 +277,10 @@ class FileDocuments(DocumentEpisodes):
             raise ConfigError(f"{place}: {problem}{rest}")
 
     def _memory_problem(self, document: Document, memory: int) -> str | None:
-        if document.memories is None:
+        if document.notes is None:
             needed, what = sum(len(self._encoded(f" {fact}")) for fact in document.facts), "facts have"
         else:
-            needed, what = max(len(self._encoded(f" {text}")) for text in document.memories), "largest memory has"
+            needed, what = max(len(self._encoded(f" {note.memory}")) for note in document.notes), "largest memory has"
         if needed <= memory:
             return None
         return f"the {what} {needed} tokens, a turn writes {memory}; raise reasoning.memory.tokens (of a part: / heads)"
@@ -261,7 +300,7 @@ class GivenDocuments(DocumentEpisodes):
         self, documents: Sequence[Document], section: EpisodesOfDocuments, chunk: int, tokenizer: TextTokenizer
     ) -> None:
         super().__init__(section, chunk, tokenizer)
-        self._documents = [document._replace(memories=None) for document in documents]
+        self._documents = [document._replace(notes=None) for document in documents]
         self.question = max(self.question, *(len(self._encoded(f" {each.question}")) for each in documents))
         self.answer = max(self.answer, *(len(self._encoded(f" {each.answers[0]}")) for each in documents))
 
@@ -289,10 +328,10 @@ class TaskDocuments(DocumentEpisodes):
     own_lengths = False
 
     def __init__(
-        self, section: EpisodesOfDocuments, chunk: int, tokenizer: TextTokenizer, filler: Filler | None = None
+        self, section: EpisodesOfDocuments, chunk: int, tokenizer: TextTokenizer, fillers: Fillers | None = None
     ) -> None:
         super().__init__(section, chunk, tokenizer)
-        self._section, self._filler = section, filler
+        self._section, self._fillers = section, fillers
         self._level = known_task(section.task).standard.changed(section.difficulty)
         self._documents = lru_cache(maxsize=1 << 10)(self._document)
 
@@ -305,13 +344,15 @@ class TaskDocuments(DocumentEpisodes):
         return self._documents(number, chunks)
 
     def _document(self, number: int, chunks: int) -> Document:
-        task = self._section.task
+        task, filler = self._section.task, filler_for(number, self._fillers)
 
         def make(characters: int) -> Example:
-            return make_example(task, self.seed, number, self._level.at_length(characters), filler=self._filler)
+            return make_example(task, self.seed, number, self._level.at_length(characters), filler=filler)
 
         def length_of(example: Example) -> int:
-            return max(1, len(self.tokenizer.encode(example.prompt.rpartition(QUESTION)[0])))
+            """Tokens with those that fill the chunks before the last."""
+            bounds = self._bounds(self.tokenizer.encode(example.prompt.rpartition(QUESTION)[0]))
+            return max(1, self.chunk * (len(bounds) - 2) + bounds[-1] - bounds[max(0, len(bounds) - 2)])
 
         made, _, _ = of_length(make, length_of, chunks * self.chunk)
         context, _, rest = made.prompt.rpartition(QUESTION)
@@ -320,7 +361,7 @@ class TaskDocuments(DocumentEpisodes):
         question = rest.removesuffix(f"\n{ANSWER}")
         answers = (made.answer.strip(),)
         row = {"task": task, "number": number, "question": question, "answers": list(answers)}
-        return Document(context, question, answers, (), None, row, f"{task} {number}", made)
+        return Document(context, question, answers, (), made.notes or None, row, f"{task} {number}", made)
 
 
 def read_documents(section: QuestionFiles) -> list[Document]:
@@ -337,16 +378,16 @@ def read_documents(section: QuestionFiles) -> list[Document]:
                 raise CorpusError(f"{place} {error}") from error
     if not documents:
         raise CorpusError(f"reasoning: data.paths={section.paths} have no rows")
-    given = [document.memories is not None for document in documents]
+    given = [document.notes is not None for document in documents]
     if any(given) and not all(given):
         without = documents[given.index(False)]
-        raise CorpusError(f"{without.place} has no field {section.memories_field!r}, which other rows have")
+        raise CorpusError(f"{without.place} has no field {section.notes_field!r}, which other rows have")
     return documents
 
 
 def check_demonstrated(documents: Sequence[Document]) -> None:
     """Raises ConfigError if a document has nothing that imitation could demonstrate."""
-    found = [document.place for document in documents if not document.facts and document.memories is None]
+    found = [document.place for document in documents if not document.facts and not document.notes]
     if found:
         rest = f" ({len(found) - 1:,} other documents have none either)" if len(found) > 1 else ""
         raise ConfigError(f"{found[0]}: {NOT_DEMONSTRATED}{rest}")
@@ -391,11 +432,30 @@ def _parsed(record: Any, section: QuestionFiles, place: str) -> Document:
     for fact in facts:
         if fact not in context:
             raise BadRecord(f"has the fact {json.dumps(fact)}, which is no passage of its context")
-    memories = record.get(section.memories_field)
-    if memories is not None and not (isinstance(memories, list) and all(map(_is_string, memories))):
-        raise BadRecord(f"must have a list of strings in the field {section.memories_field!r}")
-    noted = None if memories is None else tuple(memories)
-    return Document(context, question, tuple(answers), tuple(facts), noted, record, place)
+    notes = _notes(record, section.notes_field, context)
+    return Document(context, question, tuple(answers), tuple(facts), notes, record, place)
+
+
+def _notes(record: Mapping[str, Any], field: str, context: str) -> tuple[Note, ...] | None:
+    """The notes of a row; None without any. Their passages stand in the context in the same order."""
+    given = record.get(field)
+    if given is None:
+        return None
+    if not isinstance(given, list) or not all(
+        isinstance(note, dict) and note.get("passage") and all(_is_string(note.get(key)) for key in Note._fields)
+        for note in given
+    ):
+        raise BadRecord(f"must have a list of objects with the texts passage and memory in the field {field!r}")
+    start = 0
+    for passage in (note["passage"] for note in given):
+        start = context.find(passage, start)
+        if start < 0:
+            raise BadRecord(
+                f"has a note with the passage {json.dumps(passage)}, which is not in its context after the passages of"
+                " the notes before it"
+            )
+        start += len(passage)
+    return tuple(Note(note["passage"], note["memory"]) for note in given)
 
 
 def _text(record: Mapping[str, Any], field: str) -> str:

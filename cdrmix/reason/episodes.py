@@ -21,6 +21,7 @@ from cdrmix.data.tasks.example import Episode
 from cdrmix.data.tasks.rng import sentences_of
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
+from cdrmix.reason.filler import Fillers
 
 FIRST_HELD_OUT = 1 << 40  # episodes from this number on are for evaluation; training takes numbers from 0
 SAMPLE = 64  # episodes of text whose widths are measured
@@ -54,6 +55,13 @@ class Episodes(NamedTuple):
     fact_chunk_BF: Tensor
     asked_BF: Tensor
     good_BN: Tensor
+
+
+def filler_for(number: int, fillers: Fillers | None) -> Filler | None:
+    """The filler of an episode, by whether it is trained on; None: generated sentences."""
+    if fillers is None:
+        return None
+    return fillers.train if number < FIRST_HELD_OUT else fillers.held_out
 
 
 def by_length(episodes: Episodes, pad: int) -> list[tuple[list[int], Episodes]]:
@@ -221,7 +229,7 @@ class TextSource(TextEpisodes):
         chunk: int,
         difficulty: Mapping[str, bool | int | float | str],
         tokenizer: TextTokenizer,
-        filler: Filler | None = None,
+        fillers: Fillers | None = None,
         chunks: int = 4,
         *,
         question: int | None = None,
@@ -231,9 +239,9 @@ class TextSource(TextEpisodes):
         if known.episode is None:
             raise ConfigError(f"tasks: {task!r} has no chunks, which stage B reads one at a time; chunk_recall has")
         super().__init__(tokenizer, chunk)
-        self.task, self.seed, self.filler = task, seed, filler
+        self.task, self.seed, self._fillers = task, seed, fillers
         self.difficulty = known.standard.changed(difficulty)
-        sample = [self._texts(number, chunks) for number in range(SAMPLE)]
+        sample = [self._texts(number, chunks, filler_for(number, fillers)) for number in range(SAMPLE)]
         self.question = question or MARGIN + max(len(self._encoded(f" {text.question}")) for text in sample)
         self.answer = answer or MARGIN + max(len(self._encoded(f" {text.answer}")) for text in sample)
         self.fact = MARGIN + max(len(self._fact(*fact[:2])) for text in sample for fact in text.facts)
@@ -252,10 +260,10 @@ class TextSource(TextEpisodes):
             for text in texts
         ]
 
-    def _texts(self, number: int, chunks: int) -> Episode:
+    def _texts(self, number: int, chunks: int, filler: Filler | None) -> Episode:
         characters = chunks * self.chunk * CHARACTERS_A_TOKEN
         level = self.difficulty.changed({"chunks": chunks, "characters": characters})
-        return text_episode(self.task, self.seed, number, level, filler=self.filler)
+        return text_episode(self.task, self.seed, number, level, filler=filler)
 
     def _fact(self, key: str, value: str) -> list[int]:
         return self._encoded(f" {key} {value}")
@@ -263,7 +271,7 @@ class TextSource(TextEpisodes):
     def _episode(self, number: int, chunks: int) -> tuple[tuple[Tensor, ...], Episode]:
         """One episode and its text: the first that fits the widths, of ATTEMPTS episodes derived from `number`."""
         for attempt in range(ATTEMPTS):
-            text = self._texts(number + (attempt << 50), chunks)
+            text = self._texts(number + (attempt << 50), chunks, filler_for(number, self._fillers))
             rows = [self._chunk(text, index) for index in range(chunks)]
             question, answer = self._encoded(f" {text.question}"), self._encoded(f" {text.answer}")
             facts = [self._fact(fact.key, fact.value) for fact in text.facts]

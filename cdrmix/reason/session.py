@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from cdrmix.model.cache import filled, flattened
 from cdrmix.model.decoding import prefill
 from cdrmix.reason.agent.agent import TokenMemory, Window
 from cdrmix.reason.build import load_stage_b
+from cdrmix.reason.chunking import chunk_bounds
 from cdrmix.reason.controller.controller import Controller, Group, configured
 from cdrmix.reason.durable_memory import DurableMemory
 from cdrmix.reason.episodes import EpisodeSource
@@ -98,7 +100,7 @@ class Session:
 
     @torch.no_grad()
     def read(self, document: str) -> Iterator[Step]:
-        """Reads a document, or continues with the next part of it, chunk by chunk. The last chunk is padded.
+        """Reads a document, or continues with the next part of it, chunk by chunk. Short chunks are padded.
 
         `controller.step_budget` limits a session twice: the controller reads that many chunks, and the agent changes
         its memory that many times. After the first limit the fast weights stay unchanged and no chunk is stored in the
@@ -270,10 +272,10 @@ def reader_of_text(loaded: Loaded) -> Reasoning:
 
 
 def cut(tokenizer: TextTokenizer, document: str, chunk: int) -> Iterator[list[int]]:
-    """A document's tokens in chunks of `chunk`; the last may be shorter."""
+    """A document's tokens in chunks of at most `chunk`."""
     ids = tokenizer.encode(document)
-    for start in range(0, len(ids), chunk):
-        yield ids[start : start + chunk]
+    for start, end in pairwise(chunk_bounds([tokenizer.token_bytes(token) for token in ids], chunk)):
+        yield ids[start:end]
 
 
 def describe(step: Step, width: int = 60) -> str:

@@ -6,29 +6,32 @@ import hashlib
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask, Reasoning
-from cdrmix.data.tasks import Filler, known_task
 from cdrmix.data.tasks import episode as text_episode
+from cdrmix.data.tasks import known_task
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
+from cdrmix.reason.agent.imitation import check_memories
 from cdrmix.reason.documents import FileDocuments, TaskDocuments, check_demonstrated, read_questions
 from cdrmix.reason.episodes import EpisodeSource, TextSource, TokenSource
+from cdrmix.reason.filler import fillers_of
 from cdrmix.reason.rl.rewards import check_reward
 
+SAMPLE = 16  # documents of a generated task whose memories are measured
 
-def source_of(
-    section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | None = None, filler: Filler | None = None
-) -> EpisodeSource:
+
+def source_of(section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | None = None) -> EpisodeSource:
     """The source of a section of the configuration. Text needs the run's tokenizer."""
     if section.tokens:
         return TokenSource(section.task, section.seed, chunk, section.difficulty)
     if tokenizer is None:
         raise ConfigError(f"reasoning: {section.task} is text, and there is no tokenizer; set its tokens: true")
-    question = answer = None
+    question = answer = fillers = None
     if isinstance(section, EpisodesOfDocuments):
         if section.data is not None:
             return FileDocuments(section, chunk, tokenizer)
+        fillers = fillers_of(section.filler)
         if known_task(section.task).episode is None:
-            return TaskDocuments(section, chunk, tokenizer, filler)
+            return TaskDocuments(section, chunk, tokenizer, fillers)
         question, answer = section.question_tokens, section.answer_tokens
     return TextSource(
         section.task,
@@ -36,7 +39,7 @@ def source_of(
         chunk,
         section.difficulty,
         tokenizer,
-        filler,
+        fillers,
         section.chunks,
         question=question,
         answer=answer,
@@ -113,7 +116,10 @@ def _check_one(
         source.check(chunks, demonstrated=demonstrated, memory=part)
         return
     episodes = source.batch([0], chunks)
-    if demonstrated and not episodes.facts_BFW.numel():
+    memories_BNM = source.memories(range(SAMPLE), chunks) if demonstrated else None
+    if memories_BNM is not None:
+        check_memories(memories_BNM, source.pad, config.reasoning.memory.tokens, config.reasoning.memory.heads)
+    elif demonstrated and not episodes.facts_BFW.numel():
         raise ConfigError(
             f"{section.task} has no demonstrations for the phase imitation, because it does not say which facts an"
             " answer needs; set reasoning.phases.imitation.steps: 0, or take another task"

@@ -38,7 +38,7 @@ def test_a_difficulty_says_what_cannot_be() -> None:
     level = Story()
     assert level.changed({"facts": 3, "characters": 50}) == Story(characters=50, facts=3)
     for changes, message in (
-        ({"fact": 3}, r"there is no 'fact'; there are characters, facts; did you mean 'facts'\?"),
+        ({"fact": 3}, r"there is no 'fact'; there are characters, facts, question_first; did you mean 'facts'\?"),
         ({"facts": 0}, "facts = 0; it must be at least 1"),
         ({"facts": "many"}, "facts = 'many'; it must be of type int"),
         ({"facts": True}, "it must be of type int"),

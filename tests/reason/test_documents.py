@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 import torch
 
+from cdrmix.config import schema_data
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfDocuments, QuestionFiles
 from cdrmix.data.tasks import make_example
@@ -19,8 +22,10 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, CorpusError
 from cdrmix.reason.agent.agent import Window
 from cdrmix.reason.agent.imitation import demonstrate, demonstrate_memories
+from cdrmix.reason.chunking import chunk_bounds
 from cdrmix.reason.documents import FileDocuments, TaskDocuments
 from cdrmix.reason.episodes import FIRST_HELD_OUT, by_length
+from cdrmix.reason.session import cut
 from cdrmix.reason.sources import check_episodes, fingerprint_of_questions, source_of
 
 Write = Callable[..., Path]
@@ -80,10 +85,11 @@ def test_chunks_are_the_document_and_hold_its_facts(write: Write, tokenizer: Tex
             if first == 0:  # the first chunk is as short as that needs
                 assert row["facts"][0] in made.text(episodes.chunks_BNC[place, chunk].tolist())
             else:  # cut as a session cuts, and the chunk is the one in which the fact ends
-                ids = tokenizer.encode(row["context"])
-                assert episodes.chunks_BNC[place].flatten()[: len(ids)].tolist() == ids
-                assert row["facts"][0] in made.text(ids[: (chunk + 1) * CHUNK])
-                assert row["facts"][0] not in made.text(ids[: chunk * CHUNK])
+                pieces = [[token for token in ids if token != made.pad] for ids in episodes.chunks_BNC[place].tolist()]
+                pieces = [ids for ids in pieces if ids]
+                assert pieces == list(cut(tokenizer, row["context"], CHUNK))
+                assert row["facts"][0] in made.text([token for ids in pieces[: chunk + 1] for token in ids])
+                assert row["facts"][0] not in made.text([token for ids in pieces[:chunk] for token in ids])
     assert sorted(seen) == sorted(by_question), (
         "an epoch has every document that is trained on once, others are held out"
     )
@@ -142,13 +148,21 @@ MISTAKES: dict[str, tuple[dict[str, Any] | str, str]] = {
     "a number": (row_of(0, answers=[7]), r":3 must have a text or a list of texts in the field 'answers'"),
     "an invented fact": (row_of(0, facts=["It rains."]), r':3 has the fact "It rains.", which is no passage'),
     "facts in one text": (row_of(0, facts="It rains."), r":3 must have a list of texts in the field 'facts'"),
-    "memories in one text": (row_of(0, memories="none"), r":3 must have a list of strings in the field 'memories'"),
+    "notes in one text": (
+        row_of(0, notes="none"),
+        r":3 must have a list of objects with the texts passage and memory in the field 'notes'",
+    ),
+    "a note without a memory": (row_of(0, notes=[{"passage": "The"}]), r":3 must have a list of objects"),
+    "notes in another order": (
+        row_of(0, context="One. Two.", facts=[], notes=[{"passage": each, "memory": ""} for each in ("Two.", "One.")]),
+        r':3 has a note with the passage "One.", which is not in its context after the passages of the notes before',
+    ),
     "half a letter": (
         '{"context": "a \\ud800", "question": "b", "answers": ["a"]}',
         r":3 must have a text in the field",
     ),
     "facts that are none": (row_of(0, facts=False), r":3 must have a list of texts in the field 'facts'"),
-    "some memories": (row_of(0, memories=["", ""]), r":1 has no field 'memories', which other rows have"),
+    "some notes": (row_of(0, notes=[]), r":1 has no field 'notes', which other rows have"),
 }
 
 
@@ -234,37 +248,64 @@ def test_a_chunk_that_a_short_document_lacks_is_not_demonstrated(write: Write, t
     assert not demonstrate(window_of(made), lost, 0.0, torch.Generator())[1].mask_SN.any(), "no answer without the fact"
 
 
-def test_memories_are_demonstrated_as_they_are_given(write: Write, tokenizer: TextTokenizer) -> None:
-    def with_memories(number: int) -> dict[str, Any]:
-        row = row_of(number)
-        count = -(-len(tokenizer.encode(row["context"])) // CHUNK)
-        return {**row, "memories": [f"chunk {chunk} of {number}" for chunk in range(count)]}
+def test_notes_are_demonstrated_after_their_passages(write: Write, tokenizer: TextTokenizer) -> None:
+    """The memory after a chunk is that of the last passage that has ended, also of two equal passages."""
 
-    made = source(write(*(with_memories(number) for number in range(30))), tokenizer, chunks=8)
+    def with_notes(number: int) -> dict[str, Any]:
+        row = row_of(number)
+        context = f"{row['context']} It rains. The old lamp waited near the river. It rains."
+        notes = [*row["facts"], "It rains.", "It rains."]
+        memories = [f"{number} facts {count}" for count in range(1, len(row["facts"]) + 1)]
+        memories += [f"{number} rain", f"{number} rain again"]
+        made = [{"passage": note, "memory": memory} for note, memory in zip(notes, memories, strict=True)]
+        return {**row, "context": context, "notes": made, "facts": None}
+
+    made = source(write(*(with_notes(number) for number in range(30))), tokenizer, chunks=9)
     numbers = range(30 - made.held_out)
-    episodes, memories = made.batch(numbers, 8), made.memories(numbers, 8)
+    episodes, memories = made.batch(numbers, 9), made.memories(numbers, 9)
     assert memories is not None
     window = window_of(made)
     turns, answers = demonstrate_memories(window, episodes, memories)
     count = episodes.chunks_BNC.shape[1]
     for place, number in enumerate(numbers):
-        shown = ""
-        given = made.document(number, 8).memories
-        assert given is not None
+        document, read, shown = made.document(number, 9), "", ""
+        assert document.notes is not None
         for chunk in range(count):
             sequence = chunk * len(numbers) + place
-            assert bool(turns.mask_SN[sequence].any()) == (chunk < len(given))
-            if chunk < len(given):
-                start = made.question + 2
-                assert made.text(turns.prompts_SL[sequence, start : start + window.memory].tolist()) == shown
-                shown = given[chunk]
-                assert made.text(turns.targets_SN[sequence][turns.mask_SN[sequence]].tolist()) == shown
+            ids = episodes.chunks_BNC[place, chunk]
+            assert bool(turns.mask_SN[sequence].any()) == bool((ids != made.pad).any())
+            if not turns.mask_SN[sequence].any():
+                continue
+            start = made.question + 2
+            assert made.text(turns.prompts_SL[sequence, start : start + window.memory].tolist()) == shown
+            read += tokenizer.decode(ids[ids != made.pad].tolist())
+            end = 0
+            for note in document.notes:
+                end = read.find(note.passage, end)
+                if end < 0:
+                    break
+                end, shown = end + len(note.passage), note.memory
+            assert made.text(turns.targets_SN[sequence][turns.mask_SN[sequence]].tolist()) == shown
+        assert read == document.context
+        assert shown.endswith("rain again")
     assert answers.mask_SN.any(1).all()
     with pytest.raises(ConfigError, match=r"a demonstrated memory has .* tokens; make .*memory.tokens 4 larger"):
         demonstrate_memories(window_of(made, memory=4), episodes, memories)
-    wrong = source(write(*(row_of(n, memories=[""] * 9) for n in range(20)), name="wrong.jsonl"), tokenizer, chunks=9)
-    with pytest.raises(ConfigError, match=r"there are 9 memories, and the document has . chunks of 32 tokens"):
-        wrong.check(9)
+
+
+def test_chunks_end_with_sentences(tokenizer: TextTokenizer) -> None:
+    """No sentence of fewer tokens than a quarter of a chunk lies in two chunks, and no token is lost."""
+    text = "It is 7. Is it? Yes! One\nTwo. " * 40
+    pieces = [tokenizer.token_bytes(token) for token in tokenizer.encode(text)]
+    for first in (None, 5, 17):
+        bounds = chunk_bounds(pieces, CHUNK, first)
+        chunks = [b"".join(pieces[start:end]).decode() for start, end in pairwise(bounds)]
+        assert "".join(chunks) == text
+        assert all(0 < end - start <= CHUNK for start, end in pairwise(bounds))
+        assert bounds[1] <= (first or CHUNK)
+        assert all(chunk.rstrip(" ").endswith((".", "?", "!", "\n")) for chunk in chunks[bool(first) : -1])
+    assert chunk_bounds([b"a"] * 70, CHUNK) == [0, 32, 64, 70], "without ends of sentences"
+    assert chunk_bounds([], CHUNK) == [0]
 
 
 @pytest.mark.parametrize("task", ["babilong_qa1", "ruler_niah_single_2", "recall"])
@@ -278,6 +319,34 @@ def test_a_task_without_chunks_is_cut_into_them(task: str, tokenizer: TextTokeni
     for asked, question_Q in zip(made.questions(range(3), 16), episodes.question_BQ, strict=True):
         assert asked.question.endswith("?")
         assert made.text(question_Q.tolist()) == asked.question
+
+
+def test_a_story_is_demonstrated_among_text_of_files(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    """The last memory answers the question, and held-out documents have other filler than those of the training."""
+    (tmp_path / "book.txt").write_text(" ".join(f"Line {number} of a book." for number in range(1000)))
+    section = EpisodesOfDocuments.model_validate(
+        {"task": "babilong_qa1", "filler": {"kind": "text", "paths": [str(tmp_path / "book.txt")]}}
+    )
+    made = source_of(section, CHUNK, tokenizer)
+    for first, lines in ((0, range(900)), (FIRST_HELD_OUT, range(900, 1000))):
+        numbers = range(first, first + 10)
+        memories = made.memories(numbers, 16)
+        assert memories is not None
+        for place, asked in enumerate(made.questions(numbers, 16)):
+            (person,) = re.findall(r"Where is (\w+)", asked.question)
+            chunks_NC, read, rooms = made.batch([numbers[place]], 16).chunks_BNC[0].tolist(), [], []
+            for chunk, memory in zip(chunks_NC, memories[place].tolist(), strict=False):
+                read += chunk
+                rooms = re.findall(rf"{person} \w+ to the (\w+)\.", made.text(read))
+                assert made.text(memory) == (f"{person} {rooms[-1]}" if rooms else "")
+            assert asked.answers == (rooms[-1],)
+            assert {int(line) for line in re.findall(r"Line (\d+) of", made.text(read))} <= set(lines)
+    (tmp_path / "short.txt").write_text("One.")
+    short = section.model_copy(
+        update={"filler": schema_data.TextSource(kind="text", paths=[str(tmp_path / "short.txt")])}
+    )
+    with pytest.raises(CorpusError, match=r"the filler, .*, has 1 sentences; give more text"):
+        source_of(short, CHUNK, tokenizer)
 
 
 def test_the_fingerprint_is_of_the_questions(write: Write) -> None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from cdrmix.data.tasks.example import ANSWER, Example, Length, task
+from cdrmix.data.tasks.example import ANSWER, Example, Length, Note, task
 from cdrmix.data.tasks.rng import Rng
 from cdrmix.errors import ConfigError
 
@@ -34,9 +35,13 @@ AXES = (("north", "south"), ("east", "west"))
 
 @dataclass(frozen=True)
 class Story(Length):
-    """Harder with more facts, of which one to three are needed, and with longer text."""
+    """Harder with more facts, of which one to three are needed, and with longer text.
+
+    question_first: the text begins with the question, so that a reader knows what to remember.
+    """
 
     facts: int = 10
+    question_first: bool = False
 
 
 class Gift(NamedTuple):
@@ -45,6 +50,29 @@ class Gift(NamedTuple):
     giver: str
     thing: str
     receiver: str
+
+
+class Known(NamedTuple):
+    """What a reader of the sentences so far knows: the locations of people who have moved, who holds which thing, and
+    the rooms in which each thing has been since it was first taken; None: an unknown room."""
+
+    places: dict[str, str]
+    holders: dict[str, str]
+    trails: dict[str, tuple[str | None, ...]]
+
+    def of_person(self, person: str) -> str:
+        """Where a person is: `Agnes attic`."""
+        return f"{person} {self.places[person]}" if person in self.places else ""
+
+    def of_thing(self, thing: str, rooms: int) -> str:
+        """Where all people are, who or which room has the thing, and with rooms=2 the room before: `Agnes attic,
+        Bruno hall, apple pantry Agnes`. People who do not hold it count too: they may take it later."""
+        parts = [self.of_person(person) for person in PEOPLE if person in self.places]
+        trail = [room or "?" for room in self.trails[thing]]
+        if trail:
+            before = ["-", *trail][-2:-1] if rooms == 2 else []
+            parts.append(" ".join([thing, *before, self.holders.get(thing) or trail[-1]]))
+        return ", ".join(parts)
 
 
 class World:
@@ -114,24 +142,47 @@ class World:
         self.gifts.append(gift)
         return f"{gift.giver} {self.rng.choice(GIVE)} the {gift.thing} to {gift.receiver}."
 
+    def known(self) -> Known:
+        """What a reader of the sentences so far knows."""
+        places = {person: self.locations[person] for person in PEOPLE if person in self.seen}
+        trails = {thing: tuple(room if known else None for room, known in self.trails[thing]) for thing in THINGS}
+        return Known(places, dict(self.holders), trails)
 
-Question = tuple[str, str]  # and its answer
+
+class Question(NamedTuple):
+    """A question and its answer. memory: from what a reader knows, what is needed to answer it at any later time."""
+
+    text: str
+    answer: str
+    memory: Callable[[Known], str] | None = None
 
 
 def person_questions(world: World) -> list[Question]:
     """Where somebody is."""
-    return [(f"Where is {person}?", world.locations[person]) for person in PEOPLE if person in world.seen]
+    return [
+        Question(f"Where is {person}?", world.locations[person], partial(Known.of_person, person=person))
+        for person in PEOPLE
+        if person in world.seen
+    ]
 
 
 def thing_questions(world: World) -> list[Question]:
     """Where a thing is: who took it, and where they went."""
-    return [(f"Where is the {thing}?", trail[-1][0]) for thing, trail in world.trails.items() if trail and trail[-1][1]]
+    return [
+        Question(f"Where is the {thing}?", trail[-1][0], partial(Known.of_thing, thing=thing, rooms=1))
+        for thing, trail in world.trails.items()
+        if trail and trail[-1][1]
+    ]
 
 
 def before_questions(world: World) -> list[Question]:
     """Where a thing was before the room in which it now is, and was only once."""
     return [
-        (f"Where was the {thing} before it was in the {trail[-1][0]}?", trail[-2][0])
+        Question(
+            f"Where was the {thing} before it was in the {trail[-1][0]}?",
+            trail[-2][0],
+            partial(Known.of_thing, thing=thing, rooms=2),
+        )
         for thing, trail in world.trails.items()
         if len(trail) > 1 and trail[-1][1] and trail[-2][1] and [room for room, _ in trail].count(trail[-1][0]) == 1
     ]
@@ -140,7 +191,7 @@ def before_questions(world: World) -> list[Question]:
 def gift_questions(world: World) -> list[Question]:
     """Who gave, who got, what was given; each question fits one gift alone."""
     asked = [
-        question
+        Question(*question)
         for gift in world.gifts
         for question in (
             (f"Who gave the {gift.thing} to {gift.receiver}?", gift.giver),
@@ -150,8 +201,24 @@ def gift_questions(world: World) -> list[Question]:
             (f"Who gave the {gift.thing} away?", gift.giver),
         )
     ]
-    times = Counter(question for question, _ in asked)
-    return [question for question in asked if times[question[0]] == 1]
+    times = Counter(question.text for question in asked)
+    return [question for question in asked if times[question.text] == 1]
+
+
+class Told(NamedTuple):
+    """A story: its sentences, what a reader knows after each of them, and a question."""
+
+    sentences: list[str]
+    known: list[Known]
+    question: Question
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """What to keep after each sentence; empty for a question without a memory."""
+        if self.question.memory is None:
+            return ()
+        memories = map(self.question.memory, self.known)
+        return tuple(Note(sentence, memory) for sentence, memory in zip(self.sentences, memories, strict=True))
 
 
 def story(
@@ -159,23 +226,34 @@ def story(
     facts: int,
     doings: Sequence[Callable[[World], str | None]],
     questions: Callable[[World], list[Question]],
-) -> tuple[list[str], Question]:
-    """A story of `difficulty.facts` sentences and a question. A story without a valid question is generated again.
+) -> Told:
+    """A story of `facts` sentences and a question. A story without a valid question is generated again.
 
     Each sentence is of one of `doings`, drawn evenly, or a move where that one cannot be.
     """
     while True:
-        world = World(rng)
-        events = [rng.choice(doings)(world) or world.move() for _ in range(facts)]
+        world, sentences, known = World(rng), [], []
+        for _ in range(facts):
+            sentences.append(rng.choice(doings)(world) or world.move())
+            known.append(world.known())
         if possible := questions(world):
-            return events, rng.choice(possible)
+            return Told(sentences, known, rng.choice(possible))
 
 
-def hidden(rng: Rng, difficulty: Story, facts: Sequence[str], question: Question, words: Sequence[str]) -> Example:
+def hidden(
+    rng: Rng,
+    difficulty: Story,
+    facts: Sequence[str],
+    question: Question,
+    words: Sequence[str],
+    notes: tuple[Note, ...] = (),
+) -> Example:
     """The facts in their order among filler without the story's words, and the question."""
-    asked = f"\nQuestion: {question[0]}\n{ANSWER}"
+    asked = f"\nQuestion: {question.text}\n{ANSWER}"
     text = rng.among_filler(facts, difficulty.characters - len(asked), words)
-    return Example(text + asked, "", f" {question[1]}")
+    if difficulty.question_first:
+        text = f"{question.text} {text}"
+    return Example(text + asked, "", f" {question.answer}", notes=notes)
 
 
 def simulated(
@@ -188,7 +266,8 @@ def simulated(
     """A hidden story; ConfigError for fewer facts than a question of the kind follows from."""
     if difficulty.facts < least:
         raise ConfigError(f"difficulty: facts = {difficulty.facts}; this task needs at least {least}")
-    return hidden(rng, difficulty, *story(rng, difficulty.facts, doings, questions), (*PEOPLE, *THINGS))
+    told = story(rng, difficulty.facts, doings, questions)
+    return hidden(rng, difficulty, told.sentences, told.question, (*PEOPLE, *THINGS), told.notes)
 
 
 @task("babilong_qa1", Story())
@@ -230,7 +309,7 @@ def two_arguments(rng: Rng, difficulty: Story) -> Example:
             (f"Which room is the {room} {behind} of?", first),
         )
     )
-    return hidden(rng, difficulty, rng.shuffled(facts), question, ROOMS)
+    return hidden(rng, difficulty, rng.shuffled(facts), Question(*question), ROOMS)
 
 
 @task("babilong_qa5", Story(facts=16))

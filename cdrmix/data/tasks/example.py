@@ -22,16 +22,25 @@ IGNORED = -100  # a target without loss and score: the ignore_index of PyTorch
 Value = bool | int | float | str
 
 
+class Note(NamedTuple):
+    """A passage of a text, and what a reader who knows the question has to remember after it."""
+
+    passage: str
+    memory: str
+
+
 class Example(NamedTuple):
     """The text of an example in three parts. steps may be empty. answer begins with its separator.
 
     references: the score is the share of these strings that an answer contains. Empty: the whole answer is compared.
+    notes: in the order of the prompt; empty if the task has none.
     """
 
     prompt: str
     steps: str
     answer: str
     references: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     @property
     def text(self) -> str:

@@ -72,13 +72,7 @@ def demonstrate(window: Window, episodes: Episodes, leak: float, generator: torc
 def demonstrate_memories(window: Window, episodes: Episodes, memories_BNM: Tensor) -> list[Demonstrations]:
     """Every turn of a teacher whose memory after each chunk is given; then every answer."""
     question, chunks, answer = episodes[:3]
-    if window.heads > 1:
-        raise ConfigError("demonstrated memories have one part; set reasoning.memory.heads: 1")
-    most = int((memories_BNM != window.pad).sum(2).max())
-    if most > window.memory:
-        raise ConfigError(
-            f"a demonstrated memory has {most} tokens; make reasoning.memory.tokens {window.memory} larger"
-        )
+    check_memories(memories_BNM, window.pad, window.memory, window.heads)
     begin = window.begin(question)
     read_BN = (chunks != window.pad).any(2)
     missing = max(0, window.memory - memories_BNM.shape[2])
@@ -91,6 +85,15 @@ def demonstrate_memories(window: Window, episodes: Episodes, memories_BNM: Tenso
         memory = memory.write(texts_BNM[:, number], number + 1, read_BN[:, number])
     last = _sequence(window, torch.cat([begin, window.last(memory.shown())], 1), answer)
     return [Demonstrations(*(torch.cat(column) for column in zip(*turns, strict=True))), last]
+
+
+def check_memories(memories_BNM: Tensor, pad: int, tokens: int, heads: int) -> None:
+    """Raises ConfigError for demonstrated memories that a token memory of these sizes does not hold."""
+    if heads > 1:
+        raise ConfigError("demonstrated memories have one part; set reasoning.memory.heads: 1")
+    most = int((memories_BNM != pad).sum(2).max())
+    if most > tokens:
+        raise ConfigError(f"a demonstrated memory has {most} tokens; make reasoning.memory.tokens {tokens} larger")
 
 
 def _first_positions(chunk_BC: Tensor, facts_BFW: Tensor, pad: int) -> Tensor:

@@ -28,7 +28,7 @@ from cdrmix.reason.experiments import (  # noqa: F401  # they register themselve
     state_tracking,
     token_memory,
 )
-from cdrmix.reason.experiments.base import EXPERIMENTS, Experiment, Say
+from cdrmix.reason.experiments.base import EXPERIMENTS, Say
 from cdrmix.reason.experiments.table import Verdict, check, judge, markdown
 
 RESULTS = "results.jsonl"
@@ -76,7 +76,6 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     # every arm is read before the first is run, so that a mistake in the last one is reported at once
     cells = {arm: _arm(path, ablation.arms[arm].set, overrides) for arm in wanted}
-    experiment = EXPERIMENTS[ablation.experiment]
     known = _read(folder / RESULTS, say)
     measured: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in wanted}
     seconds = 0.0
@@ -85,7 +84,7 @@ def run(
             mark = fingerprint(cell, seed)
             if mark not in known:
                 say(f"{path.stem}, {arm}, seed {seed} ...")
-                known[mark] = line = _run_one(experiment, cell, seed, mark, f"{path.stem}, {arm}", say)
+                known[mark] = line = _run_one(cell, seed, mark, f"{path.stem}, {arm}", say)
                 _append(folder / RESULTS, line)
             line = known[mark]
             measured[arm][seed] = {
@@ -118,13 +117,14 @@ def _arm(path: Path, changes: Sequence[str], overrides: Sequence[str]) -> Config
     return Config.from_yaml(path, [*changes, *overrides])
 
 
-def _run_one(experiment: Experiment, config: Config, seed: int, mark: str, what: str, say: Say) -> dict[str, object]:
+def _run_one(config: Config, seed: int, mark: str, what: str, say: Say) -> dict[str, object]:
     """One arm at one seed, on as many threads as `run.threads` (0: one, which is fastest for small models)."""
+    assert config.ablation is not None
     threads, begun = torch.get_num_threads(), time.perf_counter()
     multiply_on_one_thread()  # as in the commands that train
     set_num_threads(config.run.threads or 1)
     try:
-        measured = experiment(config, seed, say)
+        measured = EXPERIMENTS[config.ablation.experiment](config, seed, say)
     finally:
         set_num_threads(threads)
     seconds = round(time.perf_counter() - begun, 1)

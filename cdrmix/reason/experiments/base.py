@@ -1,15 +1,24 @@
-"""The registry of experiments, and small models initialised from a seed."""
+"""The registry of experiments; small models initialised from a seed, and the tokenizer of their text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask
+from cdrmix.data.tasks import known_task, make_example
+from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.filler import fillers_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.registry import Registry
+
+TEXTS, CHARACTERS = 2000, 2000  # that a tokenizer is trained on: examples, and characters of each
+END_OF_TEXT = "<|endoftext|>"
 
 Say = Callable[[str], None]
 Experiment = Callable[[Config, int, Say], dict[str, float]]
@@ -23,3 +32,25 @@ def small_model(config: Config, seed: int) -> StageBModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return StageBModel(LanguageModel(config.cdrmix_model, reasoning=config.reasoning))
+
+
+def tokenizer_of(config: Config, section: EpisodesOfTask) -> TextTokenizer | None:
+    """A tokenizer trained on examples of the task among its filler, the same for all seeds; None for token ids."""
+    if section.tokens:
+        return None
+    if not isinstance(section, EpisodesOfDocuments) or section.data is not None:
+        raise ConfigError("ablation: the experiments are on generated tasks; leave out the section data")
+    return _tokenizer_of(section.model_dump_json(), config.cdrmix_model.vocab_size)
+
+
+@lru_cache(maxsize=2)
+def _tokenizer_of(json: str, vocab_size: int) -> TextTokenizer:
+    section = EpisodesOfDocuments.model_validate_json(json)
+    fillers, level = fillers_of(section.filler), known_task(section.task).standard.changed(section.difficulty)
+    texts = (
+        make_example(
+            section.task, 0, number, level.at_length(CHARACTERS), filler=fillers.train if fillers else None
+        ).text
+        for number in range(TEXTS)
+    )
+    return TextTokenizer.train(texts, vocab_size=vocab_size, end_of_text=END_OF_TEXT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cdrmix.config.schema import Config
 from cdrmix.reason.episodes import FIRST_HELD_OUT
-from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
+from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model, tokenizer_of
 from cdrmix.reason.phase import phase_config, train_alone
 from cdrmix.reason.plasticity.phase import PlasticityPhase, accuracy, swapped, zeroed
 from cdrmix.reason.sources import source_of
@@ -21,7 +21,8 @@ def plasticity(config: Config, seed: int, say: Say) -> dict[str, float]:
     assert reasoning is not None
     assert ablation is not None
     section = reasoning.plasticity.model_copy(update={"seed": reasoning.plasticity.seed + 1000 * seed})
-    source = source_of(section, reasoning.chunk)
+    tokenizer = tokenizer_of(config, reasoning.plasticity)
+    source = source_of(section, reasoning.chunk, tokenizer)
     model = small_model(config, seed)
     train_alone(phase_config(config, reasoning.phases.plasticity), model, PlasticityPhase(config, source, seed), say)
     language_model = model.language_model
@@ -33,6 +34,7 @@ def plasticity(config: Config, seed: int, say: Say) -> dict[str, float]:
         measured |= {f"{name}@{chunks}": value for name, value in result.items()}
     harder = section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}})
     for chunks in ablation.harder_chunks:
-        result = accuracy(language_model, source_of(harder, reasoning.chunk), reasoning.carry, chunks, numbers)
+        asked = source_of(harder, reasoning.chunk, tokenizer)
+        result = accuracy(language_model, asked, reasoning.carry, chunks, numbers)
         measured[f"harder@{chunks}"] = result["accuracy"]
     return measured

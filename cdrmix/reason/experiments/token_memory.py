@@ -11,7 +11,7 @@ from cdrmix.reason.agent.agent import Window, evaluate
 from cdrmix.reason.agent.imitation import ImitationPhase
 from cdrmix.reason.agent.policy import PolicyPhase
 from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
-from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
+from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model, tokenizer_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import phase_config, train_alone
 from cdrmix.reason.sources import source_of
@@ -30,12 +30,15 @@ def token_memory(config: Config, seed: int, say: Say) -> dict[str, float]:
     assert ablation is not None
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
     section = reasoning.agent.model_copy(update={"seed": reasoning.agent.seed + 1000 * seed})
-    source = source_of(section, reasoning.chunk)
+    tokenizer = tokenizer_of(config, reasoning.agent)
+    source = source_of(section, reasoning.chunk, tokenizer)
     model = _imitated(config, source, say)
     if reasoning.phases.policy.steps:
         train_alone(phase_config(config, reasoning.phases.policy), model, PolicyPhase(config, source), say)
     asked = source_of(
-        section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}), reasoning.chunk
+        section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}),
+        reasoning.chunk,
+        tokenizer,
     )
     window, numbers = Window.of(reasoning, source), range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
     budget = reasoning.controller.step_budget
