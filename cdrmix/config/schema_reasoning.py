@@ -249,6 +249,9 @@ class Policy(Phase):
 
     chunks: PositiveInt | None = None
     """Chunks of an episode. null: reasoning.agent.chunks."""
+    growth_steps: NonNegativeInt = 0
+    """Steps over which episodes grow from reasoning.agent.chunks to chunks. Short ones cost less and are learned first.
+    0: full length from the start. Documents of files keep their length."""
     rollout_rows: PositiveInt | None = None
     """Rollouts that a process makes at once, in whole groups: fewer need less memory. null: all of a step."""
 

@@ -32,10 +32,10 @@ def demonstrate(
 ) -> Answers:
     """Reads a document, prints each step, and answers the question.
 
-    document, question: both or none; without them, held-out episode `number` of the agent's task in about `chunks`
-    chunks. With a memory the question may be given alone; then no document is read. session: a file; if it exists, the
-    session in it continues with its own question; it is saved there at the end. memory: the folder of a durable memory,
-    which stores the committed chunks and answers from the chunks that any process has stored.
+    document, question: both or none; without them, held-out episode `number` of the agent's task, from 1, in about
+    `chunks` chunks. With a memory the question may be given alone; then no document is read. session: a file; if it
+    exists, the session in it continues with its own question; it is saved there at the end. memory: the folder of a
+    durable memory, which stores the committed chunks and answers from the chunks that any process has stored.
     Raises ConfigError for a document that cannot be read or is empty, CheckpointError for another model's session,
     MemoryLogError for another model's memory or a damaged one.
     """
@@ -97,11 +97,13 @@ def generated(loaded: Loaded, chunks: int, number: int) -> tuple[str, str, str]:
     section = reasoning.agent
     source = source_of(section, reasoning.chunk, loaded.tokenizer)
     if isinstance(source, DocumentEpisodes):
-        held_out = source.document(FIRST_HELD_OUT + number, chunks)
+        if source.held_out is not None and number > source.held_out:
+            raise ConfigError(f"--number {number}: {source.held_out} questions of the files are held out")
+        held_out = source.document(FIRST_HELD_OUT + number - 1, chunks)
         return held_out.context, held_out.question, held_out.answers[0]
     characters = chunks * reasoning.chunk * CHARACTERS_A_TOKEN
     level = TASKS[section.task].standard.changed({**section.difficulty, "chunks": chunks, "characters": characters})
-    made = episode(section.task, section.seed, FIRST_HELD_OUT + number, level)
+    made = episode(section.task, section.seed, FIRST_HELD_OUT + number - 1, level)
     return " ".join(made.chunks), made.question, made.answer
 
 

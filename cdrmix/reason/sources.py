@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask, Reasoning
@@ -134,5 +135,6 @@ def fingerprint_of_questions(config: Config) -> str | None:
     digest = hashlib.sha256()
     for data in files:
         for part in read_questions(data):
-            digest.update(repr([document._replace(place="") for document in part]).encode())
+            rows = [document._replace(place="") for document in part]
+            digest.update(json.dumps(rows, sort_keys=True).encode())
     return digest.hexdigest() if files else None

@@ -358,5 +358,6 @@ def test_the_fingerprint_is_of_the_questions(write: Write) -> None:
 
     first = fingerprint(write(*rows))
     assert first == fingerprint(write(*rows, name="other.jsonl"))
+    assert first == fingerprint(write(*(dict(reversed(row.items())) for row in rows), name="order.jsonl"))
     assert first != fingerprint(write(*rows, row_of(3, question="What now?")))
     assert fingerprint_of_questions(Config.from_yaml("configs/cdrmix-reason-tiny.yaml")) is None

@@ -353,3 +353,22 @@ def test_token_ids_have_no_rewards_by_text() -> None:
     for check in (lambda: check_episodes(config_of(reward="f1")), lambda: phase_of(reward="f1")):
         with pytest.raises(ConfigError, match="reward=f1 compares texts, and the agent's task has none"):
             check()
+
+
+@pytest.mark.usefixtures("varied")
+def test_episodes_grow_from_those_of_imitation() -> None:
+    """With growth_steps a step's rollouts have 2 to 6 chunks, and then stay at 6."""
+    config = config_of()
+    assert config.reasoning is not None
+    growing = Policy(steps=1, episodes=4, micro_batch=7, chunks=6, growth_steps=4)
+    reasoning = config.reasoning.model_copy(update={"phases": Phases(policy=growing)})
+    phase = PolicyPhase(config.model_copy(update={"reasoning": reasoning}), source_for(config))
+    model = model_of()
+    turns = [record_of_turns(phase, model, step) for step in range(6)]
+    assert turns == [2, 3, 4, 5, 6, 6]
+
+
+def record_of_turns(phase: PolicyPhase, model: StageBModel, step: int) -> float:
+    """Chunks of a rollout; a step has 4 questions in groups of 4."""
+    sums = torch.stack([one.sums for one in outcomes(phase, model, step)]).sum(0)
+    return sums[phase.measures.index("turns")].item() / 16

@@ -60,19 +60,19 @@ class Known(NamedTuple):
     holders: dict[str, str]
     trails: dict[str, tuple[str | None, ...]]
 
-    def of_person(self, person: str) -> str:
-        """Where a person is: `Agnes attic`."""
-        return f"{person} {self.places[person]}" if person in self.places else ""
+    def of_people(self, people: Sequence[str]) -> str:
+        """Where people are: `Agnes attic, Bruno hall`."""
+        return ", ".join(f"{person} {self.places[person]}" for person in people if person in self.places)
 
     def of_thing(self, thing: str, rooms: int) -> str:
         """Where all people are, who or which room has the thing, and with rooms=2 the room before: `Agnes attic,
         Bruno hall, apple pantry Agnes`. People who do not hold it count too: they may take it later."""
-        parts = [self.of_person(person) for person in PEOPLE if person in self.places]
         trail = [room or "?" for room in self.trails[thing]]
-        if trail:
-            before = ["-", *trail][-2:-1] if rooms == 2 else []
-            parts.append(" ".join([thing, *before, self.holders.get(thing) or trail[-1]]))
-        return ", ".join(parts)
+        if not trail:
+            return self.of_people(PEOPLE)
+        before = ["-", *trail][-2:-1] if rooms == 2 else []
+        of_thing = " ".join([thing, *before, self.holders.get(thing) or trail[-1]])
+        return ", ".join([self.of_people(PEOPLE), of_thing]).removeprefix(", ")
 
 
 class World:
@@ -160,7 +160,7 @@ class Question(NamedTuple):
 def person_questions(world: World) -> list[Question]:
     """Where somebody is."""
     return [
-        Question(f"Where is {person}?", world.locations[person], partial(Known.of_person, person=person))
+        Question(f"Where is {person}?", world.locations[person], partial(Known.of_people, people=[person]))
         for person in PEOPLE
         if person in world.seen
     ]

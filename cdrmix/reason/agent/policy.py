@@ -116,6 +116,7 @@ class PolicyPhase:
         assert config.reasoning is not None
         reasoning = config.reasoning
         self.settings, self.rl = reasoning.phases.policy, reasoning.rl
+        self.fewest_chunks = reasoning.agent.chunks
         self.chunks = self.settings.chunks or reasoning.agent.chunks
         self.step_budget, self.seed = reasoning.controller.step_budget, config.run.seed
         self.source, self.window = source, Window.of(reasoning, source)
@@ -148,7 +149,7 @@ class PolicyPhase:
             together = min(share, max(1, self.settings.rollout_rows // self.rl.group_size))
         generator = generator_of(self.seed, self.name, step, rank)
         parts = [
-            self._roll_out(model, range(start, min(start + together, first + share)), generator)
+            self._roll_out(model, range(start, min(start + together, first + share)), self._chunks_at(step), generator)
             for start in range(first, first + share, together)
         ]
         rewards = Rewards(*(torch.cat(column) for column in zip(*(part.rewards for part in parts), strict=True)))
@@ -190,9 +191,16 @@ class PolicyPhase:
         losses[0].rolled_out = sums  # type: ignore[attr-defined]
         return losses
 
-    def _roll_out(self, model: StageBModel, numbers: range, generator: torch.Generator) -> RolledOut:
+    def _chunks_at(self, step: int) -> int:
+        """The number of chunks of a step's episodes. In the first `growth_steps` steps it grows from those of imitation
+        to those of the phase. Documents of files have lengths of their own."""
+        if step >= self.settings.growth_steps or self.source.own_lengths:
+            return self.chunks
+        return self.fewest_chunks + (self.chunks - self.fewest_chunks) * step // self.settings.growth_steps
+
+    def _roll_out(self, model: StageBModel, numbers: range, chunks: int, generator: torch.Generator) -> RolledOut:
         """One group of rollouts for each of these questions, and their rewards."""
-        episodes = self.source.batch(numbers, self.chunks)
+        episodes = self.source.batch(numbers, chunks)
         reading = read_episodes(
             model.language_model,
             self.window,
@@ -203,7 +211,7 @@ class PolicyPhase:
             keep_turns=True,
             step_budget=self.step_budget,
         )
-        asked = self.source.questions(numbers, self.chunks)
+        asked = self.source.questions(numbers, chunks)
         task_B, scored_B = self.scorer(model.language_model, reading, episodes, asked, self.rl.group_size)
         read_B = (episodes.chunks_BNC != self.window.pad).any(2).sum(1)
         turns = int(read_B.sum()) * self.rl.group_size
