@@ -40,7 +40,6 @@ SHOWN: dict[str, Sequence[str]] = {
     "token-memory-rl": ("accuracy", "capture", "retention"),
     "token-memory-harder": ("accuracy", "capture", "retention"),
     "token-memory-credit": ("accuracy",),
-    "token-memory-options": ("accuracy",),
     "operations-index": ("accuracy", "imitated_accuracy", "operations", "imitated_operations"),
     "removal-parity": ("last8",),
     "removal-s3": ("last8",),
