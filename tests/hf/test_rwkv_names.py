@@ -12,7 +12,7 @@ import torch
 
 from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
 from cdrmix.errors import ConfigError
-from cdrmix.hf.rwkv_names import export_official_rwkv7, official_rwkv7_weights
+from cdrmix.hf.export_rwkv import export_official_rwkv7, official_rwkv7_weights
 from cdrmix.model.language_model import LanguageModel
 
 
