@@ -29,7 +29,8 @@ Tree = dict[str, Any]  # of prefixes: character to subtree; the key "" where a t
 
 def is_vocabulary(content: bytes) -> bool:
     """Whether a file is such a vocabulary, by its first line."""
-    return _LINE.fullmatch(content[:1024].split(b"\n")[0].rstrip(b"\r").decode("utf-8", errors="replace")) is not None
+    first = content.lstrip()[:1024].split(b"\n")[0].rstrip(b"\r")
+    return _LINE.fullmatch(first.decode("utf-8", errors="replace")) is not None
 
 
 def tokenizer_json(content: bytes, name: str) -> bytes:

@@ -11,9 +11,9 @@ import pickle
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, NoReturn, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -72,15 +72,17 @@ def model_in(path: Path) -> Model:
     """
     tensors = _tensors(path)
     sizes = _sizes(path, tensors)
-    _refuse(path, _problems(tensors, sizes))
+    if problems := _problems(tensors, sizes):
+        # one error for everything, although this reads the weights
+        _refuse(path, problems, [name for name, tensor in tensors.items() if not tensor.isfinite().all()])
     return _section(path, sizes)
 
 
 def read_rwkv7(path: Path, *, tied: bool = False) -> dict[str, Tensor]:
     """The weights of a file by our names, float32 on the CPU.
 
-    tied: the model has the embedding as its head. Raises CheckpointError, with all problems, if the file has no whole
-    RWKV-7 model, has values that are not finite, or, with `tied`, has a head of its own.
+    tied: leave the head out; `check_model` has found that it is the embedding. Raises CheckpointError, with all
+    problems, if the file has no whole RWKV-7 model or has values that are not finite.
     """
     tensors = _tensors(path)
     sizes = _sizes(path, tensors)
@@ -94,11 +96,10 @@ def read_rwkv7(path: Path, *, tied: bool = False) -> dict[str, Tensor]:
         if not tensor.isfinite().all():
             broken.append(official)
         weights[ours.name] = tensor.reshape(without_ones(tensor.shape, ours.shape)).contiguous()
-    if broken:
-        problems.append(f"values that are NaN or infinite in {', '.join(broken)}")
-    _refuse(path, problems)
-    if tied and not torch.equal(weights["embedding.weight"], weights.pop("head.weight")):
-        raise CheckpointError(f"{path} has a head.weight that is not emb.weight; set model.tie_embeddings: false")
+    if problems or broken:
+        _refuse(path, problems, broken)
+    if tied:
+        del weights["head.weight"]
     return weights
 
 
@@ -111,6 +112,10 @@ def check_model(config: Config, path: Path) -> None:
     wrong = [(key, value, f"{allowed}, as in all public RWKV-7 models") for key, value, allowed in conflicts_of(ours)]
     sizes = [(key, value_of(ours, key), value_of(found, key)) for key in _read_from_file(ours)]
     wrong += [(key, value, f"{needed}, as in {path}") for key, value, needed in sizes if value != needed]
+    if ours.tie_embeddings:
+        tensors = _tensors(path)
+        if not torch.equal(tensors["emb.weight"], tensors["head.weight"]):
+            wrong.append(("model.tie_embeddings", True, f"false: {path} has a head.weight that is not emb.weight"))
     config.refuse(wrong)
 
 
@@ -167,12 +172,12 @@ def _sizes(path: Path, tensors: Mapping[str, Tensor]) -> _Sizes:
             if len(shape) == len(letters):
                 for letter, size in zip(letters, shape, strict=True):
                     votes.setdefault(letter, Counter())[size] += 1
-    return _Sizes(layers, {letter: counts.most_common(1)[0][0] for letter, counts in votes.items()})
+    return _Sizes(min(layers, len(tensors)), {letter: counts.most_common(1)[0][0] for letter, counts in votes.items()})
 
 
 def _problems(tensors: Mapping[str, Tensor], sizes: _Sizes) -> list[str]:
     """What is wrong with the names, shapes and types of the tensors."""
-    wanted = official_tensors(min(sizes.layers, len(tensors)))
+    wanted = official_tensors(sizes.layers)
     unused = {f"blocks.0.{name}" for name in VALUE_RESIDUAL}
     problems = []
     if missing := [name for name in wanted if name not in tensors]:
@@ -196,9 +201,11 @@ def _problems(tensors: Mapping[str, Tensor], sizes: _Sizes) -> list[str]:
     return problems
 
 
-def _refuse(path: Path, problems: Iterable[str]) -> None:
-    if problems := [*problems]:
-        raise CheckpointError("\n  ".join([f"{path} has no RWKV-7 model (x070) that can be used:", *problems]))
+def _refuse(path: Path, problems: list[str], broken: list[str]) -> NoReturn:
+    """Raises CheckpointError. broken: the tensors whose values are not all finite."""
+    if broken:
+        problems = [*problems, f"values that are NaN or infinite in {', '.join(broken)}"]
+    raise CheckpointError("\n  ".join([f"{path} has no RWKV-7 model (x070) that can be used:", *problems]))
 
 
 def _section(path: Path, sizes: _Sizes) -> Model:

@@ -49,7 +49,7 @@ _BLOCK = {
     "ffn.value.weight": ("feed_forward.value.weight", "DF"),
 }
 VALUE_RESIDUAL = ("att.v0", "att.v1", "att.v2")  # the first block reads none, but public files have them there too
-_IN_A_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+_IN_A_BLOCK = re.compile(r"blocks\.(\d{1,6})\.")
 
 # What the official code always does, as keys of the section model: the value, and the text of an error.
 ALWAYS: dict[str, tuple[Any, str]] = {
