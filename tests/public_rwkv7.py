@@ -103,6 +103,7 @@ def _run(program: str, weights: Path, given: object) -> Any:
 
 def logits_of_the_package(weights: Path, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Logits [T, V] in float32 of a .pth file: of a pass over all ids, and of 17, then 14, then one at a time."""
+    assert len(ids) > 31
     whole, split = _run(LOGITS, weights, list(ids))
     return whole, split
 

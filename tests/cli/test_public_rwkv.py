@@ -76,6 +76,7 @@ def written(folder: Path, text: Path, *parts: str, **values: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_stage_b_begins_with_public_weights(
     weights: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +128,7 @@ def test_stage_a_goes_on_from_public_weights_and_gives_them_back(weights: Path, 
     moved = max((trained[name] - public[name].float()).abs().max() for name in trained)
     assert 0 < moved < 0.01, "two steps with a learning rate of 1e-4"
     loaded = load_model(runs[0])
-    ids = [0, *loaded.tokenizer.encode("def f(x):\n    return x + 1\n\nprint(f(2))  # and on, to 32 tokens or more")]
+    ids = [0, *loaded.tokenizer.encode("def f(x):\n    return x + 1\n\n" * 4)]
     whole, _ = logits_of_the_package(back, ids)
     with torch.no_grad():
         ours = loaded.model.logits(loaded.model(torch.tensor([ids])).hidden_BTD)[0]
@@ -195,11 +196,20 @@ def test_what_a_file_of_weights_needs(
     error = refused("model.tie_embeddings=true")
     assert f"model.tie_embeddings: found true (true/false)\n    allowed: false: {weights} has a head.weight" in error
     public = torch.load(weights)
-    torch.save(public | {"head.weight": public["emb.weight"]}, tmp_path / "tied.pth")
-    shared = ["--config", str(config), "model.tie_embeddings=true", f"reasoning.backbone={tmp_path / 'tied.pth'}"]
-    phases = [f"reasoning.phases.{name}.steps=0" for name in ("imitation", "policy")]
-    assert main(["train", *shared, *phases]) == 0
     del public["blocks.1.ln1.weight"]
     torch.save(public, tmp_path / "damaged.pth")
     error = refused(f"reasoning.backbone={tmp_path / 'damaged.pth'}", status=5)
     assert "missing tensors: blocks.1.ln1.weight" in error
+
+
+@pytest.mark.slow
+def test_a_model_with_tied_embeddings_takes_a_file_whose_head_is_the_embedding(
+    weights: Path, toy_text: Path, tmp_path: Path
+) -> None:
+    public = torch.load(weights)
+    torch.save(public | {"head.weight": public["emb.weight"]}, tmp_path / "tied.pth")
+    config = written(tmp_path, toy_text, RUN, STAGE_B, weights=tmp_path / "tied.pth")
+    phases = [f"reasoning.phases.{name}.steps=0" for name in ("imitation", "policy")]
+    assert main(["train", "--config", str(config), "model.tie_embeddings=true", *phases]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert "head.weight" not in load_model(run).weights
