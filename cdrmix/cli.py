@@ -229,6 +229,8 @@ def parser() -> argparse.ArgumentParser:
     _generate_options(add("generate", commands.generate, text))
     text = "write the model of a run to a read-only folder with checksums"
     _export_options(add("export", commands.export, text))
+    text = "make a model of a file of public RWKV-7 weights: a read-only folder, as of export, for every --model"
+    _import_options(add("import", commands.import_model, text))
     _add_reason(subparsers)
     ablate = add(
         "ablate", commands.ablate, "train small models with a mechanism on and off, and print a comparison", config=True
@@ -304,6 +306,14 @@ def _export_options(export: argparse.ArgumentParser) -> None:
     form.add_argument("--merge", action="store_const", const="merge", dest="lora", help=text)
     text = "of a model with adapters: the adapters alone, as peft reads them"
     form.add_argument("--adapter", action="store_const", const="adapter", dest="lora", help=text)
+
+
+def _import_options(import_: argparse.ArgumentParser) -> None:
+    text = "a .pth file, such as RWKV-x070-World-0.1B-v2.8-20241210-ctx4096.pth, or .safetensors with its names"
+    import_.add_argument("weights", type=Path, metavar="WEIGHTS", help=text)
+    text = "the tokenizer of the model: a vocabulary (rwkv_vocab_v20230424.txt), a tokenizer.json or its folder"
+    import_.add_argument("--tokenizer", required=True, type=Path, metavar="FILE", help=text)
+    import_.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="folder to create")
 
 
 def _add_data(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -28,7 +28,7 @@ def train(options: argparse.Namespace) -> int:
 
         status = _print_plan(config, None, processes, False)
         open_inputs(config)  # a missing input would stop the run too
-        _check_reasoning(config)
+        _check_start(config)
         return status
     if options.max_restarts and nodes.count > 1:
         raise ConfigError(
@@ -49,8 +49,12 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_reasoning(config: Config) -> None:
-    """Checks stage B as far as that needs no prepared text."""
+def _check_start(config: Config) -> None:
+    """Checks the weights to start from, and stage B, as far as that needs no prepared text."""
+    if config.train.start_from is not None:
+        from cdrmix.training.starting import check_start
+
+        check_start(config)
     if config.reasoning is not None:
         from cdrmix.reason.stage_b import check_stage_b
 
@@ -99,7 +103,7 @@ def validate(options: argparse.Namespace) -> int:
 
     config = Config.from_yaml(options.config, options.overrides)
     check_names(config)
-    _check_reasoning(config)
+    _check_start(config)
     print(config.to_yaml(), end="")
     if isinstance(config.model, HuggingFaceModel) and config.model.random is None and config.model.folder is None:
         print(f"model.path: there is no folder {config.model.path}; {config.model.remedy}", file=sys.stderr)
@@ -239,6 +243,13 @@ def export(options: argparse.Namespace) -> int:
         print(export_rwkv(options.model, options.rwkv, options.checkpoint))
     else:
         print(export_to(options.model, options.out, options.checkpoint, options.lora))
+    return 0
+
+
+def import_model(options: argparse.Namespace) -> int:
+    from cdrmix.hf.import_rwkv import import_rwkv7
+
+    print(import_rwkv7(options.weights, options.tokenizer, options.out))
     return 0
 
 

@@ -30,14 +30,14 @@ from cdrmix.hf.choice import choose_checkpoint
 from cdrmix.hf.export import export_model, exported_step
 from cdrmix.hf.export_adapters import export_adapters
 from cdrmix.hf.export_foreign import export_foreign, keep_description
+from cdrmix.hf.export_rwkv import export_official_rwkv7
 from cdrmix.hf.foreign import section_of, transformers_config
 from cdrmix.hf.hub import download
 from cdrmix.hf.load import LoadedForeign, load_trained, untrained
-from cdrmix.hf.rwkv_names import export_official_rwkv7
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, step_of
 from cdrmix.inference.choice import check_choice, is_run
 from cdrmix.inference.generate import generate
-from cdrmix.inference.load import SUMS, Loaded, load_model, run_of, verify
+from cdrmix.inference.load import SUMS, Loaded, load_model, load_start, run_of, verify
 from cdrmix.inference.sampling import Sampling
 from cdrmix.model.loss import LossModule
 from cdrmix.plan.fit import check_memory
@@ -59,6 +59,7 @@ from cdrmix.training.launch import check_processes, note_run
 from cdrmix.training.mirror_thread import MirrorThread, check_mirror, mirroring
 from cdrmix.training.restore import find_run
 from cdrmix.training.stage_a import train
+from cdrmix.training.starting import check_start
 from cdrmix.training.trackers import check_trackers, log_evaluations
 from cdrmix.units import amount
 from cdrmix.watch.attached import AttachedWatcher
@@ -98,8 +99,10 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
             lambda: check_memory(config, machine_for(config, None, world.size), world.size, say=to_standard_error),
         )
     stage_b = config.kind == "reasoning" and bool(spans(config))
-    if stage_b and resume is None:
-        check_stage_b(config)
+    if resume is None:
+        check_start(config)
+        if stage_b:
+            check_stage_b(config)
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.locked()))
@@ -143,7 +146,7 @@ def _make_base(config: Config, world: DistributedContext) -> None:
     if made_by is None or folder is None:
         return
     target = Path(folder).expanduser()
-    if world.gather(world.is_main_process and target.is_dir())[0]:
+    if world.gather(world.is_main_process and target.exists())[0]:
         return
     base = Config.from_yaml(made_by)
     if not isinstance(config.model, Model):
@@ -226,7 +229,7 @@ def _trained_base(config: Config, shards: ShardSet) -> Callable[[], Loaded | Loa
     section = config.model
     if isinstance(section, Model):
         backbone = config.reasoning.backbone if config.reasoning else None
-        return functools.partial(load_model, backbone) if backbone else None
+        return functools.partial(load_start, Path(backbone), config, shards.tokenizer) if backbone else None
     if section.random is not None:
         return None
     return lambda: untrained(config, shards.tokenizer)
@@ -296,11 +299,8 @@ def _train_stage_b(
     if world.gather(world.is_main_process and _reached(run, "stage_b", last.last))[0]:
         run.say(f"Stage B is already complete: {last.last} steps")
         return
-    if (
-        world.is_main_process
-        and "held_out_before" not in run.summary()
-        and run.checkpoints.joinpath("latest").is_file()
-    ):
+    after_stage_a = run.checkpoints.joinpath("latest").is_file()
+    if world.is_main_process and after_stage_a and "held_out_before" not in run.summary():
         loaded = load_model(run.path, world.device)
         if loaded.step == config.train.steps:  # stage B must not make this worse
             figures = measure(loaded, shards, config).as_json()

@@ -64,13 +64,16 @@ class _Writer(yaml.SafeDumper):
 _Writer.add_representer(str, _Writer.represent_str)
 
 
-def load_yaml(path: str | Path, overrides: Sequence[str], model: type[Model]) -> Model:
+def load_yaml(path: str | Path, overrides: Sequence[str], model: type[Model]) -> tuple[Model, Node]:
     """Reads a YAML file with all files it inherits from, applies overrides and autosizers, and validates.
 
     Args:
         path: a YAML file.
         overrides: `key.path=value` each, the value in YAML; a later one takes precedence.
         model: the class of the configuration.
+
+    Returns:
+        The configuration, and what was written, with its locations.
 
     Raises:
         ConfigError: with every problem, its file and line, what is allowed and the nearest name.
@@ -87,7 +90,7 @@ def load_yaml(path: str | Path, overrides: Sequence[str], model: type[Model]) ->
     config, problems = check(root, reader.complete, model)
     if reader.problems or problems or config is None:
         raise config_error(reader.problems + problems)
-    return config
+    return config, root
 
 
 def dump_yaml(data: Mapping[str, Any]) -> str:

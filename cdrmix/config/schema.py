@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from cdrmix.config.autosizers import Size
 from cdrmix.config.batch_sizes import BatchSizes
+from cdrmix.config.check import Problem, config_error
 from cdrmix.config.hashing import MEMORY, NOT_HASHED, leave_out_added
 from cdrmix.config.loader import dump_yaml, load_yaml
 from cdrmix.config.mixer_layers import layer_mixers
+from cdrmix.config.nodes import Location, Node, found, location_of
 from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_evaluation import Evaluation
@@ -331,8 +334,8 @@ class Train(Section):
     profile: Profile | None = None
     """Trace some steps to profile/ in the run folder. null: no trace."""
     start_from: Text | None = None
-    """Run, checkpoint or export folder with the weights that the training starts from. null: random weights, or those
-    of model.path."""
+    """Run, checkpoint or export folder with the weights that the training starts from, or a file of public RWKV-7
+    weights (.pth or .safetensors). null: random weights, or those of model.path."""
     start_made_by: Text | None = None
     """A configuration file that makes the model of `start_from`. If that folder does not exist, it is run first, and
     its export is copied to the folder."""
@@ -386,6 +389,13 @@ class Export(Section):
     other depths, with which it can draft (`cdrmix generate --speculative`)."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """What the files and overrides of a configuration have, with locations. All are equal: a Config is its values."""
+
+    root: Node = field(compare=False)
+
+
 def _with_kind(model: object) -> object:
     """The model section with its kind, which is cdrmix if it is not written."""
     return {"kind": "cdrmix", **model} if isinstance(model, dict) else model
@@ -405,6 +415,7 @@ class Config(Section):
     """Stage B. null: the run trains stage A only."""
     ablation: Ablation | None = None
     """Comparison of small models for `cdrmix ablate`. null: this file is not an ablation."""
+    _written: Written = PrivateAttr(default=Written(Node({}, Location("the configuration"))))
 
     @property
     def cdrmix_model(self) -> Model:
@@ -428,7 +439,22 @@ class Config(Section):
         Raises:
             ConfigError: with every problem, its file and line, what is allowed and the nearest name.
         """
-        return load_yaml(path, overrides, cls)
+        config, written = load_yaml(path, overrides, cls)
+        config._written = Written(written)
+        return config
+
+    def refuse(self, problems: Iterable[tuple[str, object, str]]) -> None:
+        """Raises ConfigError if there are problems: (key, its value, what is allowed), which are found after loading.
+
+        The message has the file and line of each key.
+        """
+        root = self._written.root
+        found_problems = [
+            Problem(location_of(root, tuple(key.split("."))), key, found(value), allowed)
+            for key, value, allowed in problems
+        ]
+        if found_problems:
+            raise config_error(found_problems)
 
     def to_yaml(self) -> str:
         """The configuration as YAML with every key and without `base:`. `from_yaml` reads it as an equal Config."""

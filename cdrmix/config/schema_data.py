@@ -279,13 +279,14 @@ class Dedup(Section):
 
 
 class Tokenizer(Section):
-    """Byte-level BPE tokenizer, trained on the text, or the tokenizer of a model, loaded from its tokenizer.json."""
+    """Byte-level BPE tokenizer, trained on the text, or the tokenizer of a model, loaded from its file."""
 
     path: Text | None = None
-    """A tokenizer.json, or a folder that has one. model: the folder model.path. null: train a tokenizer on the text."""
+    """A tokenizer.json, a folder that has one, or a vocabulary of RWKV World models (rwkv_vocab_v20230424.txt). model:
+    the folder model.path. null: train a tokenizer on the text."""
     end_of_text: Text | None = "<|endoftext|>"
     """Token at the end of a document. null: the eos_token in tokenizer_config.json of the folder `path`, or the only
-    special token of tokenizer.json. This is the default if `path` is a folder or `model`."""
+    special token of tokenizer.json. This is the default if `path` is a folder, a vocabulary of RWKV or `model`."""
     begin_of_text: Text | None = "auto"
     """Token at the beginning of a document. auto: the token that the tokenizer at `path` puts before a text, as in the
     training of its model, for example `<s>`. If there is none, or with null: the end-of-text token of the document

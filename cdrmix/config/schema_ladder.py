@@ -60,4 +60,4 @@ class LadderFile(Section):
 
         Raises ConfigError with every problem, its file and line, what is allowed and the nearest name.
         """
-        return load_yaml(path, overrides, cls)
+        return load_yaml(path, overrides, cls)[0]

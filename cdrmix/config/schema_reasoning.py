@@ -308,7 +308,8 @@ class Reasoning(Section):
     """Stage B."""
 
     backbone: Text | None = None
-    """A run, checkpoint or export of stage A to start from. null: this run trains stage A first."""
+    """A run, checkpoint or export of stage A to start from, or a file of public RWKV-7 weights (.pth or .safetensors).
+    null: this run trains stage A first."""
     chunk: PositiveInt = 64
     """Tokens of a controller step."""
     carry: Literal["all", "fast"] = "all"

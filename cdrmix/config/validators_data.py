@@ -34,6 +34,12 @@ def _begin_of_text(begin_of_text: str | None, path: str | None) -> str | None:
     return None
 
 
+def _path_of_weights(path: str | None, start: str | None) -> str | None:
+    if path is None and start is not None and start.endswith((".pth", ".safetensors")):
+        return f"the tokenizer of {start}, such as a vocabulary rwkv_vocab_v20230424.txt: a file of weights has none"
+    return None
+
+
 def _domains(domains: Mapping[str, Any] | None, source: Mapping[str, Any] | None) -> str | None:
     if domains is not None and source is not None:
         return "null if data.source is set (the source can be one of the domains, with data.source: null)"
@@ -134,6 +140,7 @@ RULES = (
     Rule(("model.vocab_size", "data.tokenizer.path", "data.objectives.fim", "data.tokenizer.add_tokens"), _vocab_size),
     Rule(("data.tokenizer.end_of_text", "data.tokenizer.path"), _end_of_text),
     Rule(("data.tokenizer.begin_of_text", "data.tokenizer.path"), _begin_of_text),
+    *(Rule(("data.tokenizer.path", start), _path_of_weights) for start in ("train.start_from", "reasoning.backbone")),
     Rule(("data.domains", "data.source"), _domains),
     Rule(("data.dedup.bands", "data.dedup.rows", "data.dedup.num_perm"), _bands),
     Rule(("data.length_classes",), _length_classes),

@@ -1,7 +1,7 @@
 """The files of a tokenizer: where they are, which token ends a document and which token begins one.
 
 A folder of a model has tokenizer.json and usually tokenizer_config.json, whose keys `eos_token`, `bos_token` and
-`add_bos_token` name these tokens.
+`add_bos_token` name these tokens. The vocabulary of RWKV World models is read as the tokenizer.json that it means.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cdrmix.data import rwkv_vocabulary
 from cdrmix.errors import ConfigError, VocabularyError
 
 JSON, SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -27,9 +28,9 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_files(path: Path) -> TokenizerFiles:
-    """The files at `path`: a tokenizer.json, or a folder that has one.
+    """The files at `path`: a tokenizer.json, a folder that has one, or a vocabulary of RWKV World models.
 
-    Raises ConfigError if there is no tokenizer.json, VocabularyError if tokenizer_config.json is damaged.
+    Raises ConfigError if there is no such file, VocabularyError if tokenizer_config.json or the vocabulary is damaged.
     """
     settings: dict[str, Any] = {}
     file = path
@@ -40,9 +41,12 @@ def read_files(path: Path) -> TokenizerFiles:
         if (path / SETTINGS).exists():
             settings = _settings(path / SETTINGS)
     try:
-        return TokenizerFiles(file.read_bytes(), str(file), settings)
+        content = file.read_bytes()
     except OSError as error:
         raise ConfigError(f"data.tokenizer.path: cannot read {file}: {error.strerror}") from error
+    if rwkv_vocabulary.is_vocabulary(content):
+        content = rwkv_vocabulary.tokenizer_json(content, str(file))
+    return TokenizerFiles(content, str(file), settings)
 
 
 def stored(path: Path) -> tuple[str, str | None]:

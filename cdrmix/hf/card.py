@@ -22,8 +22,9 @@ NAMES = {"rwkv7": "RWKV-7", "attention": "attention", "mamba2": "Mamba-2", "rout
 def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any], *, heads: bool = False) -> str:
     """Markdown with front matter: what the model is, its results on held-out text, and how to use it.
 
-    stored: number of parameters in the files. summary: metrics.json of the run. Results that are missing, or that
-    belong to another step, are omitted. heads: whether the files have heads of stage B.
+    step: 0 for a model that was imported. stored: number of parameters in the files. summary: metrics.json of the run.
+    Results that are missing, or that belong to another step, are omitted. heads: whether the files have heads of stage
+    B.
     """
     model = config.cdrmix_model
     feed_forward = model.feed_forward
@@ -52,11 +53,13 @@ def model_card(config: Config, step: int, stored: int, summary: Mapping[str, Any
         parameters += f", {active:,} active per token"
     held_out = _held_out_of(summary, step)
     front = _front_matter(config, ["cdrmix", "custom_code", *tags], config.export.base_model, held_out)
+    steps = f"{step:,} steps of {config.train.batch_sizes.text} of {config.data.row_length} tokens"
+    origin = f"trained by cdrmix for {steps}" if step else "imported by cdrmix, which has not trained it"
+    text = f"| text | source `{config.data.source_kinds()}`, seed {config.run.seed} |\n" if step else ""
     return f"""{front}
 # {config.run.name}
 
-A {kind} language model, trained by cdrmix for {step:,} steps of {config.train.batch_sizes.text} of \
-{config.data.row_length} tokens.{_stages(config)}
+A {kind} language model, {origin}.{_stages(config)}
 
 | | |
 |---|---|
@@ -65,8 +68,7 @@ A {kind} language model, trained by cdrmix for {step:,} steps of {config.train.b
 | feed-forward | {experts} |
 | vocabulary | {model.vocab_size:,} (tokenizer in `tokenizer.json`) |
 | weights | float32 safetensors |
-| text | source `{config.data.source_kinds()}`, seed {config.run.seed} |
-{_figures(held_out)}{_domains(summary, held_out)}
+{text}{_figures(held_out)}{_domains(summary, held_out)}
 ## Use
 
     cdrmix generate --model PATH_OF_THIS_FOLDER --prompt "def "
@@ -86,7 +88,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
 ```
 {_HEADS if heads else ""}
 `sha256sum -c SHA256SUMS` verifies the files. cdrmix verifies them each time it loads them. The configuration
-`config_snapshot.yaml` is complete: it reproduces the training.
+`config_snapshot.yaml` is complete{": it reproduces the training" if step else ""}.
 """
 
 

@@ -26,6 +26,7 @@ from cdrmix.inference.checkpoints import (
     step_of,
 )
 from cdrmix.inference.choice import SUMS as SUMS
+from cdrmix.inference.rwkv_files import check_model, is_weights_file, read_rwkv7
 from cdrmix.model.causal import CausalModel
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel, LossModule
@@ -148,6 +149,8 @@ def run_of(path: Path) -> RunFolder:
             path = path.parent  # eval/queue/ of a run has checkpoints too
     elif not (path / "config_snapshot.yaml").is_file():
         what = "is not a run folder, a checkpoint or an exported model" if path.exists() else "does not exist"
+        if is_weights_file(path):
+            what += f"; `cdrmix import {path} --tokenizer FILE --out FOLDER` makes a model of these weights"
         raise CheckpointError(f"{path} {what}")
     return RunFolder.open(path, writes=False)
 
@@ -175,11 +178,28 @@ def final_weights(path: Path, *, average: bool = False) -> tuple[Path, dict[str,
     raise CheckpointError(f"{path}: no complete checkpoint in {folder}" + (f": {problems[0]}" if problems else ""))
 
 
-def backbone_weights(path: Path, config: Config, tokenizer: Path) -> dict[str, Tensor]:
-    """The weights of the trained model that stage B starts from (reasoning.backbone): a run, checkpoint or export.
+def load_start(path: Path, config: Config, tokenizer: TextTokenizer) -> Loaded:
+    """The trained model that a run starts from: a run, checkpoint or export, or a file of RWKV-7 weights.
 
-    tokenizer: the tokenizer of this run; it must be that of the backbone. Raises CheckpointError, VocabularyError.
+    Such a file has weights alone: the configuration and the tokenizer are those of the run. Raises CheckpointError,
+    and ConfigError if the model of the configuration is another one than that of the file.
     """
+    if not is_weights_file(path):
+        return load_model(path)
+    check_model(config, path)
+    weights = read_rwkv7(path, tied=config.cdrmix_model.tie_embeddings)
+    model, _ = build(config, weights, origin=path)
+    return Loaded(model, tokenizer, config, 0)
+
+
+def backbone_weights(path: Path, config: Config, tokenizer: Path) -> dict[str, Tensor]:
+    """The weights of the trained model that stage B starts from (reasoning.backbone), as of `load_start`.
+
+    tokenizer: the tokenizer of this run; it must be that of the backbone. Raises CheckpointError, ConfigError,
+    VocabularyError.
+    """
+    if is_weights_file(path):
+        return load_start(path, config, read_tokenizer(tokenizer, config)).weights
     loaded = load_model(path)
     ours = read_tokenizer(tokenizer, config)
     if ours.fingerprint != loaded.tokenizer.fingerprint:

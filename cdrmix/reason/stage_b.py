@@ -27,6 +27,7 @@ from cdrmix.inference.checkpoints import (
     state_dict_mismatch,
 )
 from cdrmix.inference.load import HEADS, backbone_weights
+from cdrmix.inference.rwkv_files import check_model, is_weights_file
 from cdrmix.reason.agent.policy import PolicyPhase
 from cdrmix.reason.build import build_model, make_phase
 from cdrmix.reason.joint import JointPhase
@@ -78,11 +79,15 @@ def spans(config: Config) -> list[Span]:
 
 
 def check_stage_b(config: Config) -> None:
-    """Checks stage B before training. Raises ConfigError for a missing backbone and for impossible episodes."""
+    """Checks stage B before training. Raises ConfigError for a missing backbone, one of another model, and impossible
+    episodes; CheckpointError for a file without a whole model."""
     assert config.reasoning is not None
     backbone = config.reasoning.backbone
     if backbone and not Path(backbone).exists():
-        raise ConfigError(f"reasoning.backbone={backbone} does not exist; name a run, a checkpoint or an export")
+        allowed = "a run, a checkpoint, an export, or a file of RWKV-7 weights"
+        raise ConfigError(f"reasoning.backbone={backbone} does not exist; name {allowed}")
+    if backbone and is_weights_file(Path(backbone)):
+        check_model(config, Path(backbone))
     check_episodes(config)
 
 

@@ -55,7 +55,7 @@ from cdrmix.training.preferences import (
 )
 from cdrmix.training.profiling import make_profiler
 from cdrmix.training.row_objective import RowObjective
-from cdrmix.training.starting import load_start
+from cdrmix.training.starting import load_weights
 from cdrmix.training.threads import ThreadChoice
 from cdrmix.training.trackers import Trackers
 from cdrmix.training.trainer import Trainer
@@ -245,7 +245,7 @@ def _start(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) -> 
     reference = stored_reference(run, shards, engine.world) if config.train.dpo is not None and begun else None
     missing = config.train.dpo is not None and reference is None
     if config.train.start_from is not None and (missing or not begun):
-        load_start(engine, config, shards)
+        load_weights(engine, config, shards)
     if missing:
         if begun:
             run.say(

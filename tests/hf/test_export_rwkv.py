@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from public_rwkv7 import logits_of_the_package
 
 from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
 from cdrmix.errors import ConfigError
-from cdrmix.hf.rwkv_names import export_official_rwkv7, official_rwkv7_weights
+from cdrmix.hf.export_rwkv import export_official_rwkv7, official_rwkv7_weights
 from cdrmix.model.language_model import LanguageModel
 
 
@@ -39,38 +37,11 @@ def pure_rwkv7(**changes: object) -> LanguageModel:
     return model
 
 
-# In a process of its own: the package reads its settings from the environment when it is imported.
-RWKV_PROGRAM = """
-import sys, types, torch
-folder = sys.argv[1]
-from rwkv.model import RWKV
-model = RWKV(model=folder + "/model", strategy="cpu fp32")
-ids = torch.load(folder + "/ids.pt")
-whole, _ = model.forward(ids, None, full_output=True)
-first, state = model.forward(ids[:17], None, full_output=True)
-second, state = model.forward(ids[17:31], state, full_output=True)
-third = []
-for token in ids[31:]:
-    logits, state = model.forward([token], state)
-    third.append(logits)
-torch.save((whole, torch.cat([first, second, torch.stack(third)])), folder + "/logits.pt")
-"""
-
-
 def test_logits_agree_with_the_rwkv_package(tmp_path: Path) -> None:
     model = pure_rwkv7()
     ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     export_official_rwkv7(model.config, model.state_dict(), tmp_path / "model.pth")
-    torch.save(ids, tmp_path / "ids.pt")
-    environment = {"RWKV_V7_ON": "1", "RWKV_CUDA_ON": "0", "RWKV_JIT_ON": "0", "PYTHONSAFEPATH": "1", "PATH": ""}
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(RWKV_PROGRAM), str(tmp_path)],
-        env=environment,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    whole, split = torch.load(tmp_path / "logits.pt")
+    whole, split = logits_of_the_package(tmp_path / "model.pth", ids)
     with torch.no_grad():
         tokens = torch.tensor([ids])
         ours = model.logits(model(tokens).hidden_BTD)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import torch
@@ -12,33 +11,7 @@ from torch import Tensor
 from cdrmix.config.schema import Model
 from cdrmix.durable import disk_guard, sync_file, sync_folder
 from cdrmix.errors import ConfigError
-
-# cdrmix name -> official name, in a block and outside of blocks. Official vectors have the shape [1, 1, D].
-_BLOCK = {
-    "mixer_norm.": "ln1.",
-    "feed_forward_norm.": "ln2.",
-    "mixer.": "att.",
-    "feed_forward.": "ffn.",
-}
-_OUTSIDE = {
-    "embedding.weight": "emb.weight",
-    "embedding_norm.weight": "blocks.0.ln0.weight",
-    "embedding_norm.bias": "blocks.0.ln0.bias",
-    "final_norm.weight": "ln_out.weight",
-    "final_norm.bias": "ln_out.bias",
-    "head.weight": "head.weight",
-}
-_VECTORS = re.compile(r"\.(x_[rwkvag]|w0|a0|v0|k_k|k_a)$")
-
-
-def _official_name(name: str) -> str:
-    if name in _OUTSIDE:
-        return _OUTSIDE[name]
-    _, layer, rest = name.split(".", 2)
-    for ours, theirs in _BLOCK.items():
-        if rest.startswith(ours):
-            return f"blocks.{layer}.{theirs}{rest.removeprefix(ours)}"
-    raise AssertionError(f"no official name for {name}")
+from cdrmix.inference.rwkv_names import conflicts_of, to_official, unknown_names
 
 
 def official_rwkv7_weights(config: Model, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -46,33 +19,14 @@ def official_rwkv7_weights(config: Model, weights: dict[str, Tensor]) -> dict[st
 
     Raises ConfigError for a model that the official code cannot run. The message names every key that prevents it.
     """
-    wanted = {
-        "model.attention_fraction": (
-            "attention" in config.mixers,
-            False,
-            "0, with no attention layer in model.mixer_layers",
-        ),
-        "model.mixer_layers": (
-            any("mamba" in mixer for mixer in config.mixers),
-            False,
-            "without mamba2 and routing_mamba layers",
-        ),
-        "model.feed_forward.kind": (config.feed_forward.kind, "channel_mix", "channel_mix"),
-        "model.bigrams": (config.bigrams, None, "null"),
-        "model.depth": (config.depth, None, "null"),
-        "model.norm": (config.norm, "layernorm", "layernorm"),
-        "model.norm_eps": (config.norm_eps, 1e-5, "1e-5"),
-        "model.embedding_norm": (config.embedding_norm, True, "true"),
-        "model.rwkv.allow_neg_eigval": (config.rwkv.allow_neg_eigval, False, "false"),
-    }
-    problems = [
-        f"{key}: must be {requirement}" for key, (found, allowed, requirement) in wanted.items() if found != allowed
-    ]
+    problems = [f"{key}: must be {allowed}" for key, _, allowed in conflicts_of(config)]
+    if not problems and (unknown := unknown_names(weights, config.layers)):
+        problems = [f"{len(unknown)} tensors have no official name, the first is {unknown[0]}"]
+        if ".plastic." in unknown[0]:
+            problems = ["reasoning.plastic_lora: the model has fast weights, which the official code has not"]
     if problems:
         raise ConfigError("this model cannot be written as an official RWKV-7 model:\n  " + "\n  ".join(problems))
-    official = {}
-    for name, tensor in weights.items():
-        official[_official_name(name)] = tensor.reshape(1, 1, -1) if _VECTORS.search(name) else tensor
+    official = to_official(weights, config.layers)
     if config.tie_embeddings:
         official["head.weight"] = weights["embedding.weight"].clone()
     return official
