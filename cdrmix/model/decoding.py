@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cdrmix.model import compiled
 from cdrmix.model.cache import concatenated, select
 from cdrmix.model.causal import CausalModel
 from cdrmix.runtime import threads_for
@@ -50,12 +51,13 @@ def prefill_rows(model: CausalModel, prompts: Sequence[Sequence[int]]) -> Prefix
     if len({len(ids) for ids in prompts}) == 1:
         ids_BT, cache, prefix = torch.tensor([list(ids) for ids in prompts], device=device), None, None
         for piece_BT in ids_BT.split(max(SHORTEST_PIECE, PREFILL_TOKENS // len(prompts)), dim=1):
-            prefix = _read(model, piece_BT, cache)
+            prefix = _read(model, piece_BT, cache, own=cache is not None)
             cache = prefix.cache
         assert prefix is not None
         return prefix
     parts = []
-    for pack in _packs(prompts):
+    alone = _is_compiled(model)  # the compiled step reads rows of one length, and short ones in little more time
+    for pack in [[ids] for ids in prompts] if alone else _packs(prompts):
         if len(pack) == 1:
             parts.append(prefill_rows(model, pack))
             continue
@@ -79,9 +81,12 @@ def take(prefix: Prefix, rows: Sequence[int]) -> Prefix:
     return Prefix(prefix.logits_BV[chosen], select(prefix.cache, chosen))
 
 
-def advance(model: CausalModel, tokens_B: Tensor, cache: Any) -> Prefix:
-    """Reads one token for every row."""
-    return _read(model, tokens_B.unsqueeze(1), cache)
+def advance(model: CausalModel, tokens_B: Tensor, cache: Any, *, own: bool = False) -> Prefix:
+    """Reads one token for every row.
+
+    own: nobody else uses `cache`, and the caller will not use it again: the new state may be in its memory.
+    """
+    return _read(model, tokens_B.unsqueeze(1), cache, own=own)
 
 
 def _packs(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
@@ -97,9 +102,22 @@ def _packs(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
     return packs
 
 
-def _read(model: CausalModel, ids_BT: Tensor, cache: Any, cu_seqlens: Tensor | None = None) -> Prefix:
-    """The state after the last token of each row, or of each packed document."""
+def _is_compiled(model: CausalModel) -> bool:
+    with evaluating(model):
+        return compiled.serves(model)
+
+
+def _read(
+    model: CausalModel, ids_BT: Tensor, cache: Any, cu_seqlens: Tensor | None = None, *, own: bool = False
+) -> Prefix:
+    """The state after the last token of each row, or of each packed document. own: as in `advance`."""
     # Not around a generator of tokens: an abandoned generator would leave these contexts at exit.
+    if cu_seqlens is None:
+        with evaluating(model):
+            read = compiled.read(model, ids_BT, cache, own=own)
+        if read is not None:
+            assert read.logits_BV is not None
+            return Prefix(read.logits_BV, read.cache)
     with evaluating(model), few_threads(model, ids_BT.numel()):
         output = model(ids_BT, cache=cache, return_cache=True, cu_seqlens=cu_seqlens)
         hidden = output.hidden_BTD
