@@ -7,6 +7,7 @@ hook asks for a new program or for the ordinary pass.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -52,11 +53,10 @@ def read(
     plan = _plan(model)
     if plan is None or ids_BT.device.type != "cpu" or not ids_BT.numel():
         return None
-    states = _States(plan, *ids_BT.shape, own=own)
-    for block, before in zip(plan.blocks, cache or (BlockCache(),) * len(plan.blocks), strict=True):
-        if not states.add(block, before):
-            return None
-    status, hidden, logits = decode.read(
+    states = _States.of(plan, cache, *ids_BT.shape, own=own)
+    if states is None:
+        return None
+    run = decode.run(
         plan.compiled,
         ids_BT.to(torch.int64).contiguous(),
         plan.addresses,
@@ -65,12 +65,66 @@ def read(
         longest=states.longest,
         wants_hidden=wants_hidden,
     )
+    _check(run.execute(len(ids_BT)), plan)
+    return Read(run.hidden_BTD, run.logits_BV, tuple(states.after))
+
+
+class Decoder:
+    """Continues rows token by token in memory of its own; the state that it begins with stays as it is.
+
+    The model must not be changed while a decoder is used: its weights are looked up once.
+    """
+
+    def __init__(self, plan: Plan, states: _States, head_VD: Tensor, rows: int) -> None:
+        self._plan, self._states, self._rows = plan, states, rows
+        self._ids_R1 = torch.zeros(rows, 1, dtype=torch.int64)
+        self._table = states.table()
+        self._run = decode.run(
+            plan.compiled, self._ids_R1, plan.addresses, self._table, head_VD, longest=states.longest
+        )
+
+    def read(self, tokens_R: Tensor) -> Tensor:
+        """Reads one token for every row; the logits [R, V] are valid until the next call."""
+        assert len(tokens_R) == self._rows
+        self._ids_R1[: self._rows, 0] = tokens_R
+        _check(self._run.execute(self._rows), self._plan)
+        for table in self._states.keys:
+            table[:, 3] += 1
+        for place, chunk in self._states.positions:
+            self._table[place, 0] = (self._table[place, 0] + 1) % chunk
+        assert self._run.logits_BV is not None
+        return self._run.logits_BV[: self._rows]
+
+    def drop(self, ended: Sequence[int]) -> list[int]:
+        """Leaves out the rows with these numbers, ascending. Returns the numbers of the others in their new order: the
+        last row takes the place of one that is left out, so that no more is copied."""
+        order = list(range(self._rows))
+        moved = self._table[self._table[:, 1] > 0]
+        for row in reversed(ended):
+            self._rows -= 1
+            order[row] = order[-1]
+            order.pop()
+            if row < self._rows:
+                for begin, size in moved.tolist():
+                    ctypes.memmove(begin + row * size, begin + self._rows * size, size)
+        return order
+
+
+def decoder(model: Any, cache: Cache, rows: int, tokens: int) -> Decoder | None:
+    """A decoder of so many rows that begins with a state and reads up to `tokens` tokens of each; None as in `read`."""
+    plan = _plan(model)
+    states = None if plan is None else _States.of(plan, cache, rows, tokens, own=False)
+    if plan is None or states is None:
+        return None
+    return Decoder(plan, states, model.head_weight, rows)
+
+
+def _check(status: int, plan: Plan) -> None:
     if status:
         raise NonFiniteLogitsError(
             f"the logits of the router of layer {plan.routers[status - 1]} hold NaN or infinity: look for such values "
             "in its input and weights"
         )
-    return Read(hidden, logits, tuple(states.after))
 
 
 def _plan(model: Any) -> Plan | None:
@@ -91,19 +145,30 @@ def _plan(model: Any) -> Plan | None:
 class _States:
     """The states of a run: the addresses by which the program knows them, and the cache after it.
 
-    Every tensor whose address is in the table is kept in `after` or in `_alive`.
+    Every tensor whose address is in the table is kept in `after` or in `keys`. keys: the tables of attention layers.
+    positions: the places of the adapters' positions in their chunks, and the lengths of these.
     """
 
     def __init__(self, plan: Plan, rows: int, tokens: int, *, own: bool) -> None:
         self._plan, self._rows, self._tokens, self._own = plan, rows, tokens, own
         self._addresses: list[int] = []
-        self._alive: list[np.ndarray] = []
+        self._first = 0 if plan.rotary is None else 2  # the states of the rotary angles come first
+        self.keys: list[np.ndarray] = []
+        self.positions: list[tuple[int, int]] = []
         self.after: list[BlockCache] = []
         self.longest = 0
 
-    def table(self) -> list[int]:
-        """Addresses and bytes of a row in turns; those of the rotary angles come first."""
-        return [*self._plan.angles(self.longest), *self._addresses]
+    @classmethod
+    def of(cls, plan: Plan, cache: Cache | None, rows: int, tokens: int, *, own: bool) -> _States | None:
+        """The states of a cache, for so many more tokens; None where it is of another form than the program's."""
+        states = cls(plan, rows, tokens, own=own)
+        blocks = cache or (BlockCache(),) * len(plan.blocks)
+        every = all(states.add(block, before) for block, before in zip(plan.blocks, blocks, strict=True))
+        return states if every else None
+
+    def table(self) -> np.ndarray:
+        """Address and bytes of a row of every state, int64 [S, 2]."""
+        return np.array([*self._plan.angles(self.longest), *self._addresses], np.int64).reshape(-1, 2)
 
     def add(self, block: Any, before: BlockCache) -> bool:
         """Adds a block's states; False where they are of another form than the program's, such as with branches."""
@@ -163,6 +228,7 @@ class _States:
         last = self._tensor(last, rows, carried)
         if a is None or pending is None or last is None:
             return None
+        self.positions.append((self._first + len(self._addresses) // 2, adapter.chunk))
         self._addresses += position, 0
         return PlasticState(a, pending, last, (position + self._tokens) % adapter.chunk)
 
@@ -189,6 +255,6 @@ class _States:
             of[:, 2], of[:, 3] = new.keys.stride(1), old.keys.shape[2]
             first += len(new.keys)
         self.longest = max(self.longest, int(table[:, 3].max()) + self._tokens)
-        self._alive.append(table)
+        self.keys.append(table)
         self._addresses += table.ctypes.data, table.strides[0]
         return RaggedAttentionCache(tuple(after)) if ragged else after[0]

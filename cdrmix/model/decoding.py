@@ -89,6 +89,34 @@ def advance(model: CausalModel, tokens_B: Tensor, cache: Any, *, own: bool = Fal
     return _read(model, tokens_B.unsqueeze(1), cache, own=own)
 
 
+class Rows:
+    """Rows that are continued token by token from a state, which stays as it is; a row may be left out after each.
+
+    tokens: most tokens that are read of a row. In evaluation mode without gradients, as in `evaluating`; the model must
+    not be changed before the last token.
+    """
+
+    def __init__(self, model: CausalModel, prefix: Prefix, tokens: int) -> None:
+        self._model, self._cache = model, prefix.cache
+        self._decoder = compiled.decoder(model, prefix.cache, len(prefix.logits_BV), tokens)
+
+    def read(self, tokens_R: Tensor) -> Tensor:
+        """Reads a token of each row; returns the logits [R, V] of the next, which are valid until then."""
+        if self._decoder is not None:
+            return self._decoder.read(tokens_R)
+        logits_RV, self._cache = advance(self._model, tokens_R, self._cache)
+        return logits_RV
+
+    def drop(self, ended: Sequence[int], rows: int) -> list[int]:
+        """Leaves out the rows with these numbers, ascending, of `rows`. Returns those of the others, in their new
+        order."""
+        if self._decoder is not None:
+            return self._decoder.drop(ended)
+        kept = sorted(set(range(rows)).difference(ended))
+        self._cache = select(self._cache, torch.tensor(kept, device=next(self._model.parameters()).device))
+        return kept
+
+
 def _packs(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
     """Groups the prompts in their order, up to PREFILL_TOKENS tokens a group. A longer prompt is a group of its own."""
     packs: list[list[Sequence[int]]] = []

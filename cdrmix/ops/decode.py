@@ -1,9 +1,8 @@
-"""The compiled decoding step: which tensors it serves, and its two calls. It has no gradients and is no operator."""
+"""The compiled decoding step: which tensors it serves, and its calls. It has no gradients and is no operator."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,40 +10,33 @@ from torch import Tensor
 from cdrmix.kernels.decode.program import Program
 from cdrmix.ops.backend import backend, compute_dtype, debugging, kernels_of
 
+if TYPE_CHECKING:
+    from cdrmix.kernels.decode.cpu import Compiled, Run
+
 
 def is_served(x: Tensor) -> bool:
-    """Whether `read` and `choose` serve tensors like x: float32 on a CPU with numba, without autocast and gradients.
+    """Whether the step serves tensors like x: float32 on a CPU with numba, without autocast and gradients.
 
-    CDRMIX_DEBUG turns them off, because the ordinary operators check values.
+    CDRMIX_DEBUG turns it off, because the ordinary operators check values.
     """
     return (
         x.dtype == torch.float32 == compute_dtype(x)
+        and x.device.type == "cpu"
         and not torch.is_grad_enabled()
         and not debugging()
         and backend(x) == "cpu"
-        and x.device.type == "cpu"
     )
 
 
-def compiled(program: Program, width: int, hidden: int) -> Any:
-    """The program for `read`. width: D of the model; hidden: the register of its last norm."""
-    return kernels_of("decode", "cpu").compiled(program, width, hidden)
+def compiled(program: Program, width: int, hidden: int) -> Compiled:
+    """The program for `run`. width: D of the model; hidden: the register of its last norm."""
+    made: Compiled = kernels_of("decode", "cpu").compiled(program, width, hidden)
+    return made
 
 
-def read(
-    compiled: Any,
-    ids_BT: Tensor,
-    weights: Sequence[int],
-    states: Sequence[int],
-    head_VD: Tensor | None,
-    *,
-    longest: int,
-    wants_hidden: bool,
-) -> tuple[int, Tensor | None, Tensor | None]:
-    """Executes the program for int64 ids; see `kernels/decode/cpu.py`, `run`."""
-    made: tuple[int, Tensor | None, Tensor | None] = kernels_of("decode", "cpu").run(
-        compiled, ids_BT, weights, states, head_VD, longest=longest, wants_hidden=wants_hidden
-    )
+def run(*arguments: Any, longest: int, wants_hidden: bool = False) -> Run:
+    """`kernels/decode/cpu.py`, `Run`, with its arguments."""
+    made: Run = kernels_of("decode", "cpu").Run(*arguments, longest=longest, wants_hidden=wants_hidden)
     return made
 
 

@@ -341,6 +341,11 @@ def loop(function: Callable[..., None]) -> Any:
     return compile_cached(function, {"nogil": True})
 
 
+def part(function: Callable[..., Any]) -> Any:
+    """Compiles a function that loops call, without checks for a division by zero."""
+    return njit(function, nogil=True, error_model="numpy")
+
+
 @njit(nogil=True)
 def copy(source, at, target, to, count):  # type: ignore[no-untyped-def]
     """Copies `count` floats, a multiple of 8."""

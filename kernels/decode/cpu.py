@@ -28,7 +28,7 @@ LINE = 16  # floats of a cache line
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program in the form that `run` reads, with the places of the last norm's register and of the head's scratch."""
+    """A program in the form that `Run` reads, with the places of the last norm's register and of the head's scratch."""
 
     code: Tensor
     constants: Tensor
@@ -49,53 +49,68 @@ def compiled(program: Program, width: int, hidden: int) -> Compiled:
     return Compiled(code, constants, program.rows, width, hidden, by_row, columns, outputs)
 
 
-def run(
-    compiled: Compiled,
-    ids_BT: Tensor,
-    weights: Sequence[int],
-    states: Sequence[int],
-    head_VD: Tensor | None,
-    *,
-    longest: int,
-    wants_hidden: bool,
-) -> tuple[int, Tensor | None, Tensor | None]:
-    """Reads the ids; returns 0 or the number of a router, the hidden states if wanted, the logits if there is a head.
+class Run:
+    """The memory of a program for int64 ids [B, T], which may be executed several times with other ids and states.
 
-    ids: int64, contiguous. weights: addresses. states: addresses and bytes of a row in turns; their memory is changed.
-    longest: most tokens that attention reads, past ones and these. The caller keeps all tensors alive.
+    weights: addresses. states [S, 2]: for each state its address and the bytes of a row; the memory at these addresses
+    is changed, and the caller keeps it alive. head_VD: None for no logits. longest: most tokens of a row that attention
+    reads. wants_hidden: whether `hidden_BTD` gets the hidden states.
     """
-    batch, length = ids_BT.shape
-    piece = min(length, LANES)
-    at_once = min(batch, max(1, LANES // piece))
-    lines = -(-at_once * piece // LINE)
-    stride = LINE * (lines + 1 - lines % 2)  # odd, so that the rows of a register do not share few sets of a cache
-    memory = np.empty(compiled.rows * stride + longest + 4 * LINE, np.float32)
-    scratch = memory.ctypes.data
-    scratch += -scratch % 64
-    every = torch.empty(batch, length, compiled.width) if wants_hidden else None
-    logits = None if head_VD is None else torch.empty(batch, len(head_VD))
-    tables = np.array(weights, np.int64), np.array(states, np.int64)
-    status = cpu_program.execute(
-        compiled.code.data_ptr(),
-        len(compiled.code) // (OPERANDS + 1),
-        *(table.ctypes.data for table in tables),
-        compiled.constants.data_ptr(),
-        ids_BT.data_ptr(),
-        batch,
-        length,
-        at_once,
-        piece,
-        scratch,
-        stride,
-        scratch + 4 * compiled.rows * stride,
-        compiled.hidden,
-        compiled.width,
-        address(every),
-        compiled.by_row,
-        address(head_VD),
-        0 if head_VD is None else len(head_VD),
-        compiled.columns,
-        compiled.outputs,
-        address(logits),
-    )
-    return status, every, logits
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        ids_BT: Tensor,
+        weights: Sequence[int],
+        states: np.ndarray,
+        head_VD: Tensor | None,
+        *,
+        longest: int,
+        wants_hidden: bool = False,
+    ) -> None:
+        assert ids_BT.is_contiguous()
+        assert ids_BT.dtype == torch.int64
+        assert states.dtype == np.int64
+        batch, length = ids_BT.shape
+        piece = min(length, LANES)
+        at_once = min(batch, max(1, LANES // piece))
+        lines = -(-at_once * piece // LINE)
+        stride = LINE * (lines + 1 - lines % 2)  # odd, so that the rows of a register do not share few sets of a cache
+        memory = np.empty(compiled.rows * stride + longest + 4 * LINE, np.float32)
+        scratch = memory.ctypes.data
+        scratch += -scratch % 64
+        self.hidden_BTD = torch.empty(batch, length, compiled.width) if wants_hidden else None
+        self.logits_BV = None if head_VD is None else torch.empty(batch, len(head_VD))
+        self.states, self._weights = states, np.array(weights, np.int64)
+        self._alive = compiled, ids_BT, memory, head_VD
+        self._program = (
+            compiled.code.data_ptr(),
+            len(compiled.code) // (OPERANDS + 1),
+            self._weights.ctypes.data,
+            states.ctypes.data,
+            compiled.constants.data_ptr(),
+            ids_BT.data_ptr(),
+        )
+        self._memory = (
+            length,
+            at_once,
+            piece,
+            scratch,
+            stride,
+            scratch + 4 * compiled.rows * stride,
+            compiled.hidden,
+            compiled.width,
+            address(self.hidden_BTD),
+            compiled.by_row,
+            address(head_VD),
+            0 if head_VD is None else len(head_VD),
+            compiled.columns,
+            compiled.outputs,
+            address(self.logits_BV),
+        )
+
+    def execute(self, rows: int) -> int:
+        """Reads the ids of the first `rows` rows. Returns 0, or the number of the first router whose logits are not
+        finite, from 1."""
+        status: int = cpu_program.execute(*self._program, rows, *self._memory)
+        return status

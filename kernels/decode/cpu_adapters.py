@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
-
 from cdrmix.kernels.common.simd import (
     SIMD_WIDTH,
     exponential,
@@ -18,6 +16,7 @@ from cdrmix.kernels.common.simd import (
     load,
     minus,
     number,
+    part,
     over,
     plus,
     put,
@@ -35,7 +34,7 @@ ZERO = np.float32(0)
 SHRINK = 1 - 2**-22  # ops/fast_weights.py: a row that was scaled down stays within the limit after two roundings
 
 
-@njit(nogil=True)
+@part
 def _sum(scratch, vector):  # type: ignore[no-untyped-def]
     """The sum of the 8 floats of a vector."""
     store(scratch, 0, vector)
@@ -43,7 +42,7 @@ def _sum(scratch, vector):  # type: ignore[no-untyped-def]
     return left + ((number(scratch, 4) + number(scratch, 5)) + (number(scratch, 6) + number(scratch, 7)))
 
 
-@njit(nogil=True)
+@part
 def _inner(x, y, d, scratch):  # type: ignore[no-untyped-def]
     total = zero()
     for i in range(0, d, SIMD_WIDTH):
@@ -51,13 +50,13 @@ def _inner(x, y, d, scratch):  # type: ignore[no-untyped-def]
     return _sum(scratch, total)
 
 
-@njit(nogil=True)
+@part
 def _sigmoid(x, scratch):  # type: ignore[no-untyped-def]
     store(scratch, 0, over(same(ONE), plus(same(ONE), exponential(minus(zero(), same(x))))))
     return number(scratch, 0)
 
 
-@njit(nogil=True)
+@part
 def _unit(x, y, d, floor, scratch):  # type: ignore[no-untyped-def]
     """y = x / sqrt(x . x + floor)."""
     scale = same(ONE / np.float32(math.sqrt(_inner(x, x, d, scratch) + floor)))
@@ -65,7 +64,7 @@ def _unit(x, y, d, floor, scratch):  # type: ignore[no-untyped-def]
         store(y, i, times(load(x, i), scale))
 
 
-@njit(nogil=True)
+@part
 def _update(pending, k, values, beta, r, d, rule, scratch):  # type: ignore[no-untyped-def]
     """pending [r, d] after one token. k is changed for the rule oja."""
     if rule == OJA:
@@ -83,7 +82,7 @@ def _update(pending, k, values, beta, r, d, rule, scratch):  # type: ignore[no-u
             store(row, j, fused(factor, load(k, j), load(row, j)))
 
 
-@njit(nogil=True)
+@part
 def _commit(a, pending, r, d, decay, limit):  # type: ignore[no-untyped-def]
     """a: pending with rows of at most the length `limit`, which is compared in float64; pending: decay a."""
     for i in range(r):
@@ -99,7 +98,7 @@ def _commit(a, pending, r, d, decay, limit):  # type: ignore[no-untyped-def]
             store(pending, i * d + j, times(value, same(decay)))
 
 
-@njit(nogil=True)
+@part
 def adapt(  # type: ignore[no-untyped-def]
     own, read, a, pending, last, position, r, d, gates, constants, rule, chunk, rate, scratch, rows, tokens, lanes, stride
 ):

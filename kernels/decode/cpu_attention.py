@@ -7,8 +7,6 @@ int64 [rows, 4] has for each row the addresses of its keys and values, the float
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
-
 from cdrmix.kernels.common.simd import (
     SIMD_WIDTH,
     copy,
@@ -18,6 +16,7 @@ from cdrmix.kernels.common.simd import (
     load,
     minus,
     number,
+    part,
     over,
     plus,
     put,
@@ -35,7 +34,7 @@ ROW = 4  # integers of a row in the table: keys, values, distance of heads, past
 ZERO = np.float32(0)
 
 
-@njit(nogil=True)
+@part
 def angles(cosine, sine, cosines, sines, half, table, begun, rows, tokens, lanes, stride):  # type: ignore[no-untyped-def]
     """The rows of the tables [P, half] at each lane's position, as registers [half, lanes].
 
@@ -48,7 +47,7 @@ def angles(cosine, sine, cosines, sines, half, table, begun, rows, tokens, lanes
             put(sine, i * stride + n, number(sines, position * half + i))
 
 
-@njit(nogil=True)
+@part
 def heads(x, count, N, weight, epsilon, cosine, sine, lanes, stride):  # type: ignore[no-untyped-def]
     """Each head of x in place: its RMS norm unless weight is 0, then its rotation unless cosine is 0."""
     half = N // 2
@@ -73,7 +72,7 @@ def heads(x, count, N, weight, epsilon, cosine, sine, lanes, stride):  # type: i
                     store(x, beyond, fused(left, s, times(right, c)))
 
 
-@njit(nogil=True)
+@part
 def _scores(q, k, scores, count, N, scale, sums):  # type: ignore[no-untyped-def]
     """scale q k^T over `count` keys, and their largest; 8 keys at a time, of which the last may be repeated."""
     largest = np.float32(-np.inf)
@@ -92,7 +91,7 @@ def _scores(q, k, scores, count, N, scale, sums):  # type: ignore[no-untyped-def
     return largest
 
 
-@njit(nogil=True)
+@part
 def _weights(scores, count, largest):  # type: ignore[no-untyped-def]
     """exp(score - largest) in place, and their sum."""
     for j in range(0, count, SIMD_WIDTH):
@@ -103,7 +102,7 @@ def _weights(scores, count, largest):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(nogil=True)
+@part
 def _values(weights, v, y, count, N, total):  # type: ignore[no-untyped-def]
     """y = weights V / total. Four sums for each vector, because a sum waits four cycles for the one before."""
     whole = count - count % 4
@@ -119,7 +118,7 @@ def _values(weights, v, y, count, N, total):  # type: ignore[no-untyped-def]
         store(y, i, over(plus(plus(y0, y1), plus(y2, y3)), same(total)))
 
 
-@njit(nogil=True)
+@part
 def attend(  # type: ignore[no-untyped-def]
     q, k, v, y, table, H, kv_heads, N, scale, scratch, scores, begun, rows, tokens, lanes, stride
 ):

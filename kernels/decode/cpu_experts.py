@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
-
-from cdrmix.kernels.common.simd import SIMD_WIDTH, load, number, put, store, times
+from cdrmix.kernels.common.simd import SIMD_WIDTH, load, number, part, put, store, times
 from cdrmix.kernels.decode.cpu_lanes import product, relu2, swiglu
 
 ZERO = np.float32(0)
 
 
-@njit(nogil=True)
+@part
 def choose(logits, bias, chosen, E, k, count, stride):  # type: ignore[no-untyped-def]
     """chosen [E, lanes]: the weight of each expert for each lane, -1 where it is not chosen.
 
@@ -53,7 +51,7 @@ def choose(logits, bias, chosen, E, k, count, stride):  # type: ignore[no-untype
     return True
 
 
-@njit(nogil=True)
+@part
 def experts(  # type: ignore[no-untyped-def]
     x, y, chosen, w_up, w_down, E, D, F, gated, x_of, hidden, y_of, lane_of, count, lanes, stride
 ):

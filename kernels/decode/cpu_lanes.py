@@ -7,8 +7,6 @@ most stride. A sum over a row's channels is taken in their order, in each lane f
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
-
 from cdrmix.kernels.common.simd import (
     SIMD_WIDTH,
     exponential,
@@ -18,6 +16,7 @@ from cdrmix.kernels.common.simd import (
     load,
     minus,
     number,
+    part,
     over,
     plus,
     put,
@@ -39,7 +38,7 @@ _wide_6, _wide_2, _wide_1 = (tile(outputs, 2) for outputs in (OUTPUTS, 2, 1))
 _narrow_6, _narrow_2, _narrow_1 = (tile(outputs, 1) for outputs in (OUTPUTS, 2, 1))
 
 
-@njit(nogil=True)
+@part
 def product(x, w, y, inputs, outputs, per_output, per_input, begun, lanes, stride):  # type: ignore[no-untyped-def]
     """y [outputs, lanes] = w x, plus y itself if begun; w [o, i] at o per_output + i per_input.
 
@@ -69,7 +68,7 @@ def product(x, w, y, inputs, outputs, per_output, per_input, begun, lanes, strid
             _narrow_1(x + 4 * n, stride, at, per_output, per_input, inputs, to + 4 * n, begun)
 
 
-@njit(nogil=True)
+@part
 def embed(ids, table, y, width, rows, tokens, apart, lanes, stride):  # type: ignore[no-untyped-def]
     """y [width, lanes]: the rows of the table for int64 ids [rows, tokens], rows `apart`; lanes without one get id 0's.
 
@@ -83,7 +82,7 @@ def embed(ids, table, y, width, rows, tokens, apart, lanes, stride):  # type: ig
             put(y, d * stride + n, number(table, token * width + d))
 
 
-@njit(nogil=True)
+@part
 def to_rows(x, y, width, row, lanes, stride):  # type: ignore[no-untyped-def]
     """y [lanes, row]: the transpose of the first `width` rows, a multiple of 8, of x [width, lanes]."""
     for d in range(0, width, SIMD_WIDTH):
@@ -91,7 +90,7 @@ def to_rows(x, y, width, row, lanes, stride):  # type: ignore[no-untyped-def]
             transpose(x, d * stride + n, stride, y, n * row + d, row)
 
 
-@njit(nogil=True)
+@part
 def to_lanes(x, y, width, row, lanes, stride):  # type: ignore[no-untyped-def]
     """The inverse of `to_rows`: y [width, lanes] from x [lanes, row]."""
     for n in range(0, lanes, SIMD_WIDTH):
@@ -99,7 +98,7 @@ def to_lanes(x, y, width, row, lanes, stride):  # type: ignore[no-untyped-def]
             transpose(x, n * row + d, row, y, d * stride + n, stride)
 
 
-@njit(nogil=True)
+@part
 def norm(x, y, weight, bias, out, width, epsilon, lanes, stride):  # type: ignore[no-untyped-def]
     """x += y unless y is 0; out: the layer norm of x, or the RMS norm where bias is 0."""
     count = same(np.float32(width))
@@ -122,7 +121,7 @@ def norm(x, y, weight, bias, out, width, epsilon, lanes, stride):  # type: ignor
             store(out, d * stride + n, plus(value, spread(bias, d)) if bias != 0 else value)
 
 
-@njit(nogil=True)
+@part
 def shift(x, out, state, width, rows, tokens, lanes, stride):  # type: ignore[no-untyped-def]
     """out: the token before each lane's. state [rows, width]: that before each row's first; then each row's last."""
     if tokens > 1:
@@ -140,7 +139,7 @@ def shift(x, out, state, width, rows, tokens, lanes, stride):  # type: ignore[no
             put(state, r * width + d, number(x, d * stride + r * tokens + tokens - 1))
 
 
-@njit(nogil=True)
+@part
 def mix(x, before, weight, out, width, lanes, stride):  # type: ignore[no-untyped-def]
     """out = x + (before - x) weight, one weight a channel."""
     for d in range(width):
@@ -150,19 +149,19 @@ def mix(x, before, weight, out, width, lanes, stride):  # type: ignore[no-untype
             store(out, n, fused(minus(load(before, n), value), share, value))
 
 
-@njit(nogil=True)
+@part
 def sigmoid_of(x):  # type: ignore[no-untyped-def]
     return over(same(ONE), plus(same(ONE), exponential(minus(zero(), x))))
 
 
-@njit(nogil=True)
+@part
 def sigmoid(x, width, lanes, stride):  # type: ignore[no-untyped-def]
     for d in range(width):
         for n in range(d * stride, d * stride + lanes, SIMD_WIDTH):
             store(x, n, sigmoid_of(load(x, n)))
 
 
-@njit(nogil=True)
+@part
 def tanh(x, width, lanes, stride):  # type: ignore[no-untyped-def]
     """tanh(x) = 2 sigmoid(2 x) - 1, with an absolute error of 2 units in the last place of 1."""
     for d in range(width):
@@ -171,7 +170,7 @@ def tanh(x, width, lanes, stride):  # type: ignore[no-untyped-def]
             store(x, n, minus(times(same(TWO), sigmoid_of(twice)), same(ONE)))
 
 
-@njit(nogil=True)
+@part
 def relu2(x, width, lanes, stride):  # type: ignore[no-untyped-def]
     for d in range(width):
         for n in range(d * stride, d * stride + lanes, SIMD_WIDTH):
@@ -179,7 +178,7 @@ def relu2(x, width, lanes, stride):  # type: ignore[no-untyped-def]
             store(x, n, times(positive, positive))
 
 
-@njit(nogil=True)
+@part
 def swiglu(gate, up, width, apart, lanes, stride):  # type: ignore[no-untyped-def]
     """hidden f: silu(gate) up, from rows f `apart` of gate and of up to row f of gate."""
     for d in range(width):
@@ -189,7 +188,7 @@ def swiglu(gate, up, width, apart, lanes, stride):  # type: ignore[no-untyped-de
             store(gate, d * stride + n, product)
 
 
-@njit(nogil=True)
+@part
 def add(x, y, width, lanes, stride):  # type: ignore[no-untyped-def]
     for d in range(width):
         for n in range(d * stride, d * stride + lanes, SIMD_WIDTH):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
-
-from cdrmix.kernels.common.simd import SIMD_WIDTH, copy, integer, loop, number, put
+from cdrmix.kernels.common.simd import SIMD_WIDTH, copy, integer, loop, number, part, put
 from cdrmix.kernels.decode import cpu_adapters, cpu_attention, cpu_experts, cpu_lanes, cpu_time_mix
 from cdrmix.kernels.decode.program import (
     ADAPT,
@@ -32,7 +30,7 @@ from cdrmix.kernels.decode.program import (
 HEAD = 256  # outputs of the head that are computed at once
 
 
-@njit(nogil=True)
+@part
 def _logits(hidden, head, logits, D, V, columns, outputs, rows, tokens, stride):  # type: ignore[no-untyped-def]
     """logits [rows, V] of each row's last token. Registers: columns [D], outputs [HEAD, lanes] twice."""
     lanes = rows + -rows % SIMD_WIDTH
@@ -51,7 +49,7 @@ def _logits(hidden, head, logits, D, V, columns, outputs, rows, tokens, stride):
                 put(logits, r * V + first + o, number(by_row, r * HEAD + o))
 
 
-@njit(nogil=True)
+@part
 def _hidden(hidden, out, by_row, D, rows, tokens, apart, lanes, stride):  # type: ignore[no-untyped-def]
     """out: the hidden states [rows, tokens, D], rows `apart` tokens. by_row: a register of D rows."""
     cpu_lanes.to_rows(hidden, by_row, D, D, lanes, stride)
@@ -59,24 +57,24 @@ def _hidden(hidden, out, by_row, D, rows, tokens, apart, lanes, stride):  # type
         copy(by_row, n * D, out, (n // tokens * apart + n % tokens) * D, D)
 
 
-@njit(nogil=True)
+@part
 def _address(scratch, row, stride):  # type: ignore[no-untyped-def]
     """The address of a register; 0 for none."""
     return 0 if row == NOTHING else scratch + 4 * row * stride
 
 
-@njit(nogil=True)
+@part
 def _weight(weights, place):  # type: ignore[no-untyped-def]
     return 0 if place == NOTHING else integer(weights, place)
 
 
-@njit(nogil=True)
+@part
 def _state(states, place, row):  # type: ignore[no-untyped-def]
     """The address of a state at a row: the table has addresses and the bytes of a row in turns."""
     return integer(states, 2 * place) + row * integer(states, 2 * place + 1)
 
 
-@njit(nogil=True)
+@part
 def _lanes_only(code, weights, constants, scratch, lanes, stride):  # type: ignore[no-untyped-def]
     """Executes an instruction that needs no state and no rows."""
     kind, a, b, c = integer(code, 0), integer(code, 1), integer(code, 2), integer(code, 3)

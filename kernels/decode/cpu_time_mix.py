@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
-
 from cdrmix.kernels.common.simd import (
     SIMD_WIDTH,
     exponential,
@@ -18,6 +16,7 @@ from cdrmix.kernels.common.simd import (
     load,
     minus,
     over,
+    part,
     plus,
     root,
     row_sums,
@@ -33,7 +32,7 @@ SLOWEST = np.float32(-math.exp(-0.5))  # the largest decay's logarithm
 LEAST = np.float32(1e-12)  # of a key's length, as in `torch.nn.functional.normalize`
 
 
-@njit(nogil=True)
+@part
 def keys(  # type: ignore[no-untyped-def]
     k, decay, rate, v, v_first, v_gate, w0, a0, v0, k_k, k_a, a, H, K, factor, lanes, stride
 ):
@@ -65,7 +64,7 @@ def keys(  # type: ignore[no-untyped-def]
                     store(v, at, fused(minus(load(v_first, at), value), share, value))
 
 
-@njit(nogil=True)
+@part
 def _removed(S, a, sums, K):  # type: ignore[no-untyped-def]
     """The products of 8 rows of S with a."""
     for j in range(SIMD_WIDTH):
@@ -76,7 +75,7 @@ def _removed(S, a, sums, K):  # type: ignore[no-untyped-def]
     return row_sums(sums, 0)
 
 
-@njit(nogil=True)
+@part
 def _step(S, r, w, k, b, v, removed, sums, K):  # type: ignore[no-untyped-def]
     """8 rows of S become S w + removed b^T + v k^T; returns their products with r. Four rows share the loads."""
     for j in range(0, SIMD_WIDTH, 4):
@@ -102,7 +101,7 @@ def _step(S, r, w, k, b, v, removed, sums, K):  # type: ignore[no-untyped-def]
     return row_sums(sums, 0)
 
 
-@njit(nogil=True)
+@part
 def recur(r, w, k, v, a, b, y, state, H, K, scratch, rows, tokens, lanes, stride):  # type: ignore[no-untyped-def]
     """y = S r after S = S w + (S a) b^T + v k^T, token after token; state [rows, H, K, K] becomes the last S.
 
@@ -128,7 +127,7 @@ def recur(r, w, k, v, a, b, y, state, H, K, scratch, rows, tokens, lanes, stride
     to_lanes(to, y, D, D, lanes, stride)
 
 
-@njit(nogil=True)
+@part
 def group(y, r, k, v, gate, r_k, weight, bias, H, K, epsilon, lanes, stride):  # type: ignore[no-untyped-def]
     """y becomes (group_norm(y) + (sum_K r k r_k) v) gate, as `time_mix_output` defines it."""
     count = same(np.float32(K))
