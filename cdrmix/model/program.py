@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.kernels.decode import program as instructions
-from cdrmix.kernels.decode.program import MULTIPLE, NOTHING, Program
-from cdrmix.kernels.fast_weights.reference import RULES
+from cdrmix.kernels.decode.program import MULTIPLE, NOTHING, RULES, Program
 from cdrmix.model.context import rotary_angles
 from cdrmix.model.fast_weights import NORM_FLOOR, Adapter
 from cdrmix.model.feed_forward.moe import ChannelMix, DenseFeedForward, MoeFeedForward
@@ -213,7 +212,7 @@ class _Planner:
         config = adapter.config
         constants = self.program.constant(config.alpha, config.decay, config.clamp, NORM_FLOOR)
         states = self._adapted[name]
-        rule, rate = RULES.index(config.rule), self.weight(adapter, "rate")
+        rule, rate = RULES[config.rule], self.weight(adapter, "rate")
         sizes = (rank, width, gates, constants, rule, adapter.chunk)
         self.add(instructions.ADAPT, own, read, *states, *sizes, rate, scratch)
         up = self.weight(adapter, "up")

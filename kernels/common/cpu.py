@@ -47,8 +47,8 @@ def shared_sources() -> str:
 
 @functools.cache
 def sources_beside(file: str) -> str:
-    """A hash of the files cpu*.py in the file's folder: their functions may be compiled into each other's loops."""
-    sources = [path.read_bytes() for path in sorted(Path(file).parent.glob("cpu*.py"))]
+    """A hash of the Python files in the file's folder: their functions and constants may be compiled into its loops."""
+    sources = [path.read_bytes() for path in sorted(Path(file).parent.glob("*.py"))]
     return hashlib.blake2b(b"".join(sources), digest_size=16).hexdigest()
 
 

@@ -27,9 +27,8 @@ from cdrmix.kernels.common.simd import (
     zero,
 )
 from cdrmix.kernels.decode.cpu_lanes import ONE, TWO, to_lanes, to_rows
-from cdrmix.kernels.fast_weights.reference import RULES
+from cdrmix.kernels.decode.program import DELTA, OJA
 
-HEBB, DELTA, OJA = (RULES.index(rule) for rule in ("hebb", "delta", "oja"))
 ZERO = np.float32(0)
 SHRINK = 1 - 2**-22  # ops/fast_weights.py: a row that was scaled down stays within the limit after two roundings
 

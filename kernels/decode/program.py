@@ -37,6 +37,9 @@ ADAPT = 15  # own, read, states A, pending, last, position, r, d, gates, alpha a
 EXPERTS = 16  # x, y, logits, bias weight, weights up, down, E, k, D, F, SwiGLU, scratch x, hidden, y, router's number
 ADD = 17  # x, y, width: y += x
 
+HEBB, DELTA, OJA = 0, 1, 2  # rules of ADAPT
+RULES = {"hebb": HEBB, "delta": DELTA, "oja": OJA}
+
 
 @dataclass
 class Program:
