@@ -350,7 +350,7 @@ class _Planner:
         count, k = router.experts, router.top_k
         gated = layer.activation == "swiglu"
         hidden_width = layer.w_down.shape[1]
-        scratch, out = self.register("of expert", width), self.register("by expert", width)
+        scratch = self.register("of expert", 4 * width)
         hidden = self.register("hidden of expert", layer.w_up.shape[2])
         logits = self.register("router", 2 * count + 2)
         self.product(x, self.weight(router, "weight"), logits, router.weight.shape)
@@ -358,7 +358,7 @@ class _Planner:
         weights = (self.weight(layer, "w_up"), self.weight(layer, "w_down"))
         self.routers.append(str(number))
         sizes = (count, k, width, hidden_width, int(gated))
-        places = (scratch, hidden, out, len(self.routers))
+        places = (scratch, hidden, len(self.routers))
         self.add(instructions.EXPERTS, x, y, logits, bias, *weights, *sizes, *places)
         if layer.shared is not None:
             _demand(type(layer.shared) is DenseFeedForward and layer.shared.tensor is None)

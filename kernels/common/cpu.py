@@ -56,7 +56,7 @@ def compile_cached(function: Callable[..., Any], options: Mapping[str, Any]) -> 
     """njit(function, **options), kept on disk; where no folder is writable, compiled again in every process.
 
     Numba considers the kept code current while the time and size of the function's own file are unchanged. Functions of
-    other files are compiled into it, so the hashes of the shared files and of those beside it are added to numba's stamp.
+    other files are compiled into it, so the hashes of the shared files and of those beside it are in numba's stamp too.
     """
     try:
         dispatcher = njit(function, cache=True, **options)

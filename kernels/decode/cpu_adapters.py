@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
 from cdrmix.kernels.common.simd import (
     SIMD_WIDTH,
     exponential,
@@ -16,8 +17,8 @@ from cdrmix.kernels.common.simd import (
     load,
     minus,
     number,
-    part,
     over,
+    part,
     plus,
     put,
     same,
@@ -99,12 +100,14 @@ def _commit(a, pending, r, d, decay, limit):  # type: ignore[no-untyped-def]
 
 @part
 def adapt(  # type: ignore[no-untyped-def]
-    own, read, a, pending, last, position, r, d, gates, constants, rule, chunk, rate, scratch, rows, tokens, lanes, stride
-):
+    own, read, a, pending, last, position, r, d, gates, constants, rule, chunk, rate, scratch, rows, tokens, lanes,
+    stride,
+):  # fmt: skip
     """read [r, lanes]: alpha A q of each token, with the A of its chunk; updates A, pending and last [rows, ...].
 
-    own [d + 2 g + r, lanes]: the products with the slow weights, as in `ops.plastic_step`. position: tokens of the chunk
-    before. constants: alpha, decay, limit, floor. scratch: registers as high as own and as read, then 2 d + 8 floats.
+    own [d + 2 g + r, lanes]: the products with the slow weights, as in `ops.plastic_step`. position: tokens of the
+    chunk before. constants: alpha, decay, limit, floor. scratch: registers as high as own and as read, then 2 d + 8
+    floats.
     """
     width = d + 2 * gates + r
     row = width + -width % SIMD_WIDTH

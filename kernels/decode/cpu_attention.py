@@ -1,12 +1,14 @@
 """Softmax attention in a compiled decoding step: rotary positions, and a token's attention over keys in buffers.
 
-Shapes: N head width, a multiple of 8; P positions. The keys and values of a row are [kv heads, capacity, N]. A table of
-int64 [rows, 4] has for each row the addresses of its keys and values, the floats from head to head, and its past tokens.
+Shapes: N head width, a multiple of 8; P positions. The keys and values of a row are [kv heads, capacity, N]. A table
+of int64 [rows, 4] has for each row the addresses of its keys and values, the floats from head to head, and its past
+tokens.
 """
 
 from __future__ import annotations
 
 import numpy as np
+
 from cdrmix.kernels.common.simd import (
     SIMD_WIDTH,
     copy,
@@ -16,8 +18,8 @@ from cdrmix.kernels.common.simd import (
     load,
     minus,
     number,
-    part,
     over,
+    part,
     plus,
     put,
     root,
@@ -120,8 +122,8 @@ def _values(weights, v, y, count, N, total):  # type: ignore[no-untyped-def]
 
 @part
 def attend(  # type: ignore[no-untyped-def]
-    q, k, v, y, table, H, kv_heads, N, scale, scratch, scores, begun, rows, tokens, lanes, stride
-):
+    q, k, v, y, table, H, kv_heads, N, scale, scratch, scores, begun, rows, tokens, lanes, stride,
+):  # fmt: skip
     """Appends the keys and values of each row's tokens to its buffers, and attends over all of them.
 
     scratch: registers of (2 H + 2 kv_heads) N rows, and 8 vectors. scores: floats for the longest row, and 8 more.

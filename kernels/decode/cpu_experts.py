@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from cdrmix.kernels.common.simd import SIMD_WIDTH, load, number, part, put, store, times
-from cdrmix.kernels.decode.cpu_lanes import product, relu2, swiglu
+
+from cdrmix.kernels.common.simd import SIMD_WIDTH, copy, load, number, part, plus, put, store, times, zero
+from cdrmix.kernels.decode.cpu_lanes import product, relu2, swiglu, to_lanes, to_rows
 
 ZERO = np.float32(0)
 
@@ -53,34 +54,37 @@ def choose(logits, bias, chosen, E, k, count, stride):  # type: ignore[no-untype
 
 @part
 def experts(  # type: ignore[no-untyped-def]
-    x, y, chosen, w_up, w_down, E, D, F, gated, x_of, hidden, y_of, lane_of, count, lanes, stride
-):
+    x, y, chosen, w_up, w_down, E, D, F, gated, scratch, hidden, lane_of, count, lanes, stride,
+):  # fmt: skip
     """y [D, lanes]: the sum over the chosen experts, in their order, of weight times feed-forward.
 
-    An expert's lanes are gathered to the front of the register x_of, and its result is added where they came from.
-    Lanes that have no token get zeros. lane_of: floats, for the numbers of an expert's lanes, then their weights.
+    The rows of an expert's lanes are copied to the front, and its results are added to the rows that they came from.
+    scratch: 4 registers of D rows. lane_of: two rows of a register, for an expert's lanes and their weights.
     """
     Z = 2 * F if gated else F
-    for d in range(D):
-        for n in range(lanes):
-            put(y, d * stride + n, ZERO)
+    x_rows, y_rows = scratch, scratch + 4 * D * stride
+    rows, here = y_rows + 4 * D * stride, y_rows + 8 * D * stride
+    to_rows(x, x_rows, D, D, lanes, stride)
+    for n in range(lanes):
+        for d in range(0, D, SIMD_WIDTH):
+            store(y_rows, n * D + d, zero())
     for e in range(E):
         found = 0
         for n in range(count):
-            if number(chosen, e * stride + n) >= ZERO:
+            weight = number(chosen, e * stride + n)
+            if weight >= ZERO:
                 put(lane_of, found, np.float32(n))
-                put(lane_of, stride + found, number(chosen, e * stride + n))
+                put(lane_of, stride + found, weight)
+                copy(x_rows, n * D, rows, found * D, D)
                 found += 1
         if found == 0:
             continue
         filled = found + -found % SIMD_WIDTH
-        for i in range(found, filled):  # the rest of a vector repeats a lane, and is not added
-            put(lane_of, i, number(lane_of, 0))
+        for i in range(found, filled):  # the rest of a vector repeats the first lane; its results are not used
+            copy(rows, 0, rows, i * D, D)
             put(lane_of, stride + i, ZERO)
-        for d in range(D):
-            for i in range(filled):
-                put(x_of, d * stride + i, number(x, d * stride + int(number(lane_of, i))))
-        product(x_of, w_up + 4 * e * D * Z, hidden, D, Z, 1, Z, 0, filled, stride)
+        to_lanes(rows, here, D, D, filled, stride)
+        product(here, w_up + 4 * e * D * Z, hidden, D, Z, 1, Z, 0, filled, stride)
         if gated:
             swiglu(hidden, hidden + 4 * stride, F, 2, filled, stride)
         else:
@@ -89,8 +93,10 @@ def experts(  # type: ignore[no-untyped-def]
             for i in range(0, filled, SIMD_WIDTH):
                 at = f * stride + i
                 store(hidden, at, times(load(hidden, at), load(lane_of, stride + i)))
-        product(hidden, w_down + 4 * e * F * D, y_of, F, D, 1, D, 0, filled, stride)
-        for d in range(D):
-            for i in range(found):
-                at = d * stride + int(number(lane_of, i))
-                put(y, at, number(y, at) + number(y_of, d * stride + i))
+        product(hidden, w_down + 4 * e * F * D, here, F, D, 1, D, 0, filled, stride)
+        to_rows(here, rows, D, D, filled, stride)
+        for i in range(found):
+            n = int(number(lane_of, i))
+            for d in range(0, D, SIMD_WIDTH):
+                store(y_rows, n * D + d, plus(load(y_rows, n * D + d), load(rows, i * D + d)))
+    to_lanes(y_rows, y, D, D, lanes, stride)

@@ -7,6 +7,7 @@ most stride. A sum over a row's channels is taken in their order, in each lane f
 from __future__ import annotations
 
 import numpy as np
+
 from cdrmix.kernels.common.simd import (
     SIMD_WIDTH,
     exponential,
@@ -16,8 +17,8 @@ from cdrmix.kernels.common.simd import (
     load,
     minus,
     number,
-    part,
     over,
+    part,
     plus,
     put,
     root,

@@ -1,4 +1,4 @@
-"""Executes a program of `program.py`: all instructions for one group of rows and one piece of their tokens at a time."""
+"""Executes a program of `program.py`: all instructions for a group of rows and a piece of their tokens."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def _lanes_only(code, weights, constants, scratch, lanes, stride):  # type: igno
         cpu_time_mix.keys(
             x, _address(scratch, b, stride), _address(scratch, c, stride), _address(scratch, d, stride), first,
             _address(scratch, f, stride), _weight(weights, integer(code, 7)), _weight(weights, integer(code, 8)),
-            _weight(weights, integer(code, 9)), _weight(weights, integer(code, 10)), _weight(weights, integer(code, 11)),
-            _address(scratch, integer(code, 12), stride), integer(code, 13), integer(code, 14),
-            number(constants, integer(code, 15)), lanes, stride,
+            _weight(weights, integer(code, 9)), _weight(weights, integer(code, 10)),
+            _weight(weights, integer(code, 11)), _address(scratch, integer(code, 12), stride), integer(code, 13),
+            integer(code, 14), number(constants, integer(code, 15)), lanes, stride,
         )  # fmt: skip
     elif kind == GROUP:
         cpu_time_mix.group(
@@ -192,12 +192,12 @@ def execute(  # type: ignore[no-untyped-def]
                     if not cpu_experts.choose(
                         logits_of, _weight(weights, d), chosen, integer(at, 7), integer(at, 8), rows * tokens, stride
                     ):
-                        return integer(at, 15)
+                        return integer(at, 14)
                     cpu_experts.experts(
                         x, _address(scratch, b, stride), chosen, _weight(weights, e), _weight(weights, f),
                         integer(at, 7), integer(at, 9), integer(at, 10), integer(at, 11),
                         _address(scratch, integer(at, 12), stride), _address(scratch, integer(at, 13), stride),
-                        _address(scratch, integer(at, 14), stride), chosen + 4 * integer(at, 7) * stride,
+                        chosen + 4 * integer(at, 7) * stride,
                         rows * tokens, lanes, stride,
                     )  # fmt: skip
             last = scratch + 4 * hidden * stride

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
 from cdrmix.kernels.common.simd import (
     SIMD_WIDTH,
     exponential,
@@ -34,8 +35,8 @@ LEAST = np.float32(1e-12)  # of a key's length, as in `torch.nn.functional.norma
 
 @part
 def keys(  # type: ignore[no-untyped-def]
-    k, decay, rate, v, v_first, v_gate, w0, a0, v0, k_k, k_a, a, H, K, factor, lanes, stride
-):
+    k, decay, rate, v, v_first, v_gate, w0, a0, v0, k_k, k_a, a, H, K, factor, lanes, stride,
+):  # fmt: skip
     """The recurrence's inputs in place, as `time_mix_keys` defines them: the decay becomes w = exp(log_w), the rate b.
 
     v_first 0: v stays. factor: of b, 2 where eigenvalues may be negative.
@@ -122,7 +123,9 @@ def recur(r, w, k, v, a, b, y, state, H, K, scratch, rows, tokens, lanes, stride
                 for j in range(0, K, SIMD_WIDTH):
                     block = S + 4 * j * K
                     store(removed, 0, _removed(block, at + 4 * size, sums, K))
-                    value = _step(block, at, at + size, at + 2 * size, at + 5 * size, at + 3 * size + 4 * j, removed, sums, K)
+                    value = _step(
+                        block, at, at + size, at + 2 * size, at + 5 * size, at + 3 * size + 4 * j, removed, sums, K
+                    )
                     store(to + 4 * ((row * tokens + t) * D + h * K), j, value)
     to_lanes(to, y, D, D, lanes, stride)
 

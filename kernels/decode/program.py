@@ -1,11 +1,12 @@
 """The program of a compiled decoding step: the instructions by which a model reads tokens, and their operands.
 
-A program is made once for a model. `cpu.run` executes it for R rows of T tokens. Every token of the rows is a lane: lane
-n = r T + t of [width, lanes] arrays, the registers. One vector instruction computes 8 lanes, so no bit of a lane depends
-on the others. What mixes the tokens of a row (token shift, recurrence, attention, fast weights) is computed row by row.
+A program is made once for a model. `cpu.Run` executes it for R rows of T tokens. Every token of the rows is a lane:
+lane n = r T + t of [width, lanes] arrays, the registers. One vector instruction computes 8 lanes, so no bit of a lane
+depends on the others. What mixes the tokens of a row (token shift, recurrence, attention, fast weights) is computed row
+by row.
 
 An operand is a register, by its first row in the scratch memory; a weight or a state, by its place in the tables of
-addresses that `cpu.run` gets; a constant, by its place in a table of floats; or a size.
+addresses that `cpu.Run` gets; a constant, by its place in a table of floats; or a size.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ RECUR = 11  # r, w, k, v, a, b, y, state [R, H, K, K], H, K, scratch
 GROUP = 12  # y, r, k, v, gate, weights r_k, weight, bias, H, K, epsilon: y becomes the input of the output's map
 HEADS = 13  # x, heads, N, weight of the norm (NOTHING: none), epsilon, cosine (NOTHING: not rotated), sine
 ATTEND = 14  # q, k, v, y, state of the rows' keys and values, heads, kv heads, N, scale, scratch
-ADAPT = 15  # own, read, states A, pending, last, position, r, d, gates, alpha and others, rule, chunk, rate weight, scratch
-EXPERTS = 16  # x, y, logits, bias weight, weights up, down, E, k, D, F, SwiGLU, scratch x, hidden, y, router's number
+ADAPT = (
+    15  # own, read, states A, pending, last, position, r, d, gates, alpha and others, rule, chunk, rate weight, scratch
+)
+EXPERTS = 16  # x, y, logits, bias weight, weights up, down, E, k, D, F, SwiGLU, scratch, hidden, router's number
 ADD = 17  # x, y, width: y += x
 
 HEBB, DELTA, OJA = 0, 1, 2  # rules of ADAPT

@@ -21,7 +21,7 @@ from cdrmix.config.schema_reasoning import Memory, PlasticLora, Reasoning, Rl
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.model import compiled
 from cdrmix.model.block import BlockCache
-from cdrmix.model.cache import concatenated, flattened, plastic_only, select
+from cdrmix.model.cache import flattened, plastic_only, select
 from cdrmix.model.decoding import Prefix, Rows, advance, prefill, prefill_rows, repeat
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.layers import AddNorm
@@ -355,9 +355,7 @@ def test_what_is_not_covered_takes_the_ordinary_pass(name: str) -> None:
     assert not compiled.serves(model)
     prefix = prefill(model, ids)
     output = model(ids, return_cache=True)
-    assert_same_bits(
-        states_of(prefix), states_of(Prefix(model.logits(output.hidden_BTD[:, -1]), output.cache))
-    )
+    assert_same_bits(states_of(prefix), states_of(Prefix(model.logits(output.hidden_BTD[:, -1]), output.cache)))
     rows = Rows(model, prefix, 2)
     assert torch.equal(rows.read(ids[:, 0]), advance(model, ids[:, 0], prefix.cache).logits_BV)
     assert rows.drop([0], 2) == [1]
