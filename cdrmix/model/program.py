@@ -26,7 +26,7 @@ from cdrmix.model.mixers.attention import Attention
 from cdrmix.model.mixers.rwkv7 import TimeMix
 from cdrmix.ops import decode
 
-WIDEST = 512  # of D: beyond it PyTorch's products, on all threads, take less time than what the step saves
+WIDEST = 256  # of D: the step has one thread; the products of wider models take most of the time, and can use several
 POSITIONS = 256  # of the first table of rotary angles; a longer one is made twice as long as needed
 
 

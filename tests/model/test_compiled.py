@@ -341,7 +341,7 @@ def uncovered() -> dict[str, Callable[[], LanguageModel]]:
         "heads of width 12": lambda: make(
             width=48, attention_fraction=1.0, attention=Attention(heads=4, kv_heads=4, rope_theta=20.0)
         ),
-        "a wide model": lambda: make(width=528, layers=2),
+        "a wide model": lambda: make(width=272, layers=2),
         "bfloat16": lambda: make().bfloat16(),
         "float64": lambda: make().double(),
         "a hook": hooked,
