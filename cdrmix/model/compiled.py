@@ -77,6 +77,7 @@ class Decoder:
 
     def __init__(self, plan: Plan, states: _States, head_VD: Tensor, rows: int) -> None:
         self._plan, self._states, self._rows = plan, states, rows
+        self._weights = [tensors[name] for tensors, name in plan.weights]  # kept alive
         self._ids_R1 = torch.zeros(rows, 1, dtype=torch.int64)
         self._table = states.table()
         self._run = decode.run(
@@ -113,13 +114,15 @@ class Decoder:
 def decoder(model: Any, cache: Cache, rows: int, tokens: int) -> Decoder | None:
     """A decoder of so many rows that begins with a state and reads up to `tokens` tokens of each; None as in `read`."""
     plan = _plan(model)
-    states = None if plan is None else _States.of(plan, cache, rows, tokens, own=False)
+    states = None if plan is None else _States.of(plan, cache, rows, tokens, own=False, alone=True)
     if plan is None or states is None:
         return None
     return Decoder(plan, states, model.head_weight, rows)
 
 
 def _check(status: int, plan: Plan) -> None:
+    if status < 0:
+        raise IndexError("an id is negative, or is not below the model's number of token ids")
     if status:
         raise NonFiniteLogitsError(
             f"the logits of the router of layer {plan.routers[status - 1]} hold NaN or infinity: look for such values "
@@ -149,8 +152,8 @@ class _States:
     positions: the places of the adapters' positions in their chunks, and the lengths of these.
     """
 
-    def __init__(self, plan: Plan, rows: int, tokens: int, *, own: bool) -> None:
-        self._plan, self._rows, self._tokens, self._own = plan, rows, tokens, own
+    def __init__(self, plan: Plan, rows: int, tokens: int, *, own: bool, alone: bool) -> None:
+        self._plan, self._rows, self._tokens, self._own, self._alone = plan, rows, tokens, own, alone
         self._addresses: list[int] = []
         self._first = 0 if plan.rotary is None else 2  # the states of the rotary angles come first
         self.keys: list[np.ndarray] = []
@@ -159,16 +162,23 @@ class _States:
         self.longest = 0
 
     @classmethod
-    def of(cls, plan: Plan, cache: Cache | None, rows: int, tokens: int, *, own: bool) -> _States | None:
-        """The states of a cache, for so many more tokens; None where it is of another form than the program's."""
-        states = cls(plan, rows, tokens, own=own)
+    def of(
+        cls, plan: Plan, cache: Cache | None, rows: int, tokens: int, *, own: bool, alone: bool = False
+    ) -> _States | None:
+        """The states of a cache, for so many more tokens; None where it is of another form than the program's.
+
+        alone: no memory but that of keys and values is shared with the cache, so that rows may be moved.
+        """
+        states = cls(plan, rows, tokens, own=own, alone=alone)
         blocks = cache or (BlockCache(),) * len(plan.blocks)
         every = all(states.add(block, before) for block, before in zip(plan.blocks, blocks, strict=True))
         return states if every else None
 
     def table(self) -> np.ndarray:
         """Address and bytes of a row of every state, int64 [S, 2]."""
-        return np.array([*self._plan.angles(self.longest), *self._addresses], np.int64).reshape(-1, 2)
+        self._angles = self._plan.angles(self.longest)
+        angles = [number for table in self._angles for number in (table.data_ptr(), 0)]
+        return np.array([*angles, *self._addresses], np.int64).reshape(-1, 2)
 
     def add(self, block: Any, before: BlockCache) -> bool:
         """Adds a block's states; False where they are of another form than the program's, such as with branches."""
@@ -218,7 +228,7 @@ class _States:
             return None
         # Other states may share A, which changes at the end of a chunk only: it is then new memory for each state.
         ends = position + self._tokens >= adapter.chunk
-        if ends or a is None or a.shape != (rows, rank, width) or not a.is_contiguous():
+        if ends or self._alone or a is None or a.shape != (rows, rank, width) or not a.is_contiguous():
             a = self._tensor(a, rows, rank, width, fresh=True)
         elif a.dtype != torch.float32 or a.device.type != "cpu":
             return None

@@ -66,16 +66,16 @@ class Plan:
                 return False
         return [tensors[name].data_ptr() for tensors, name in self.weights] == self.addresses
 
-    def angles(self, positions: int) -> list[int]:
+    def angles(self, positions: int) -> tuple[Tensor, ...]:
         """Two states: the tables of cosines and sines, [positions or more, N / 2], the same for every row."""
         if self.rotary is None:
-            return []
+            return ()
         width, theta = self.rotary
         if self._angles is None or len(self._angles[0]) < positions:
             places = torch.arange(max(POSITIONS, 2 * positions)).unsqueeze(0)
             cosine, sine = rotary_angles(places, width, theta, torch.float32)
             self._angles = cosine.flatten(0, 2).contiguous(), sine.flatten(0, 2).contiguous()
-        return [self._angles[0].data_ptr(), 0, self._angles[1].data_ptr(), 0]
+        return self._angles
 
 
 class _NotCoveredError(Exception):
@@ -122,7 +122,7 @@ class _Planner:
         model, x, fed = self.model, self.register("x", self.width), NOTHING
         self.watch(model)
         _demand(type(model.embedding) is TokenEmbedding and model.embedding.tensor is None)
-        self.add(instructions.EMBED, x, self.weight(model.embedding, "weight"), self.width)
+        self.add(instructions.EMBED, x, self.weight(model.embedding, "weight"), *reversed(model.embedding.weight.shape))
         if model.embedding_norm is not None:
             self.norm(model.embedding_norm, x, NOTHING, x)
         blocks = []

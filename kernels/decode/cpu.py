@@ -110,7 +110,7 @@ class Run:
         )
 
     def execute(self, rows: int) -> int:
-        """Reads the ids of the first `rows` rows. Returns 0, or the number of the first router whose logits are not
-        finite, from 1."""
+        """Reads the ids of the first `rows` rows. Returns 0; -1 for an id that is not in the vocabulary; or the number
+        of the first router whose logits are not finite, from 1."""
         status: int = cpu_program.execute(*self._program, rows, *self._memory)
         return status

@@ -70,17 +70,21 @@ def product(x, w, y, inputs, outputs, per_output, per_input, begun, lanes, strid
 
 
 @part
-def embed(ids, table, y, width, rows, tokens, apart, lanes, stride):  # type: ignore[no-untyped-def]
+def embed(ids, table, y, V, width, rows, tokens, apart, lanes, stride):  # type: ignore[no-untyped-def]
     """y [width, lanes]: the rows of the table for int64 ids [rows, tokens], rows `apart`; lanes without one get id 0's.
 
-    So every lane holds numbers of ordinary size, which cost no time as denormal ones do.
+    So every lane holds numbers of ordinary size, which cost no time as denormal ones do. Returns whether all ids are
+    from 0 to V - 1.
     """
     for n in range(lanes):
         token = 0
         if n < rows * tokens:
             token = integer(ids, n // tokens * apart + n % tokens)
+            if token < 0 or token >= V:
+                return False
         for d in range(width):
             put(y, d * stride + n, number(table, token * width + d))
+    return True
 
 
 @part

@@ -28,6 +28,7 @@ from cdrmix.kernels.decode.program import (
 )
 
 HEAD = 256  # outputs of the head that are computed at once
+WRONG_ID = -1  # what `execute` returns for an id that is not in the vocabulary
 
 
 @part
@@ -136,7 +137,7 @@ def execute(  # type: ignore[no-untyped-def]
 
     hidden: the register [D] of the last norm. every, logits: addresses of the hidden states [batch, length, D] and of
     the logits [batch, V] of the last tokens; 0: not wanted. scores: see `cpu_attention.attend`.
-    Returns 0, or the number of the first router, from 1, whose logits are not finite.
+    Returns 0, WRONG_ID, or the number of the first router, from 1, whose logits are not finite.
     """
     instruction = 8 * (OPERANDS + 1)
     for first in range(0, batch, at_once):
@@ -154,7 +155,8 @@ def execute(  # type: ignore[no-untyped-def]
                 x = _address(scratch, a, stride)
                 if kind == EMBED:
                     here = ids + 8 * (first * length + begun)
-                    cpu_lanes.embed(here, _weight(weights, b), x, c, rows, tokens, length, lanes, stride)
+                    if not cpu_lanes.embed(here, _weight(weights, b), x, d, c, rows, tokens, length, lanes, stride):
+                        return WRONG_ID
                 elif kind == SHIFT:
                     out = _address(scratch, b, stride)
                     cpu_lanes.shift(x, out, _state(states, c, first), d, rows, tokens, lanes, stride)

@@ -19,7 +19,7 @@ MULTIPLE = 8  # registers have a multiple of so many rows, because 8 x 8 blocks 
 
 # The instructions, with their operands in order. Those named weight or state, and constants (alpha, epsilon, factor,
 # scale), are places in tables; N, D, H, K and other sizes are numbers; all others are registers.
-EMBED = 0  # y, weight [V, D], D
+EMBED = 0  # y, weight [V, D], D, V
 ANGLES = 1  # cosine, sine, states of their tables [P, N / 2], N / 2, state of the positions
 NORM = 2  # x, y, weight, bias weight (NOTHING: rmsnorm), out, D, epsilon: x += y unless NOTHING, then out = norm(x)
 SHIFT = 3  # x, out, state [R, D], D: out is the token before; the state becomes the last token

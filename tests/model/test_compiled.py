@@ -243,6 +243,10 @@ def test_a_state_that_is_held_elsewhere_does_not_change() -> None:
     for t in range(2 * CHUNK):
         rows.read(ids.repeat_interleave(2, 0)[:, t])
     decode(model, second, 2 * CHUNK, temperature=1.0, generator=torch.Generator().manual_seed(1))
+    for prefix in (first, repeated):  # rows leave before and after the end of a chunk
+        rows = Rows(model, prefix, 1)
+        rows.drop([0], len(prefix.logits_BV))
+        rows.read(ids.repeat_interleave(2, 0)[1 : len(prefix.logits_BV), 0])
     for old, each in zip(before, (first, second, repeated), strict=True):
         assert_same_bits(old, states_of(each))
     assert_same_bits(wanted, states_of(prefill(model, ids, second.cache)))
@@ -386,6 +390,12 @@ def test_logits_of_a_router_that_are_not_finite_are_reported() -> None:
     model.blocks[2].feed_forward.router.weight[1] = float("nan")
     with pytest.raises(NonFiniteLogitsError, match="router of layer 2"):
         prefill(model, random_ids(2, 3))
+
+
+@pytest.mark.parametrize("wrong", [-1, 27])
+def test_an_id_outside_the_vocabulary_is_refused(wrong: int) -> None:
+    with pytest.raises(IndexError, match="id"):
+        prefill(make(), torch.tensor([[3, wrong]]))
 
 
 def test_only_the_fast_weights_may_be_carried() -> None:
