@@ -70,7 +70,7 @@ def read(
 
 
 class Decoder:
-    """Continues rows token by token in memory of its own; the state that it begins with stays as it is.
+    """Continues rows token by token in memory of its own.
 
     The model must not be changed while a decoder is used: its weights are looked up once.
     """
@@ -111,10 +111,11 @@ class Decoder:
         return order
 
 
-def decoder(model: Any, cache: Cache, rows: int, tokens: int) -> Decoder | None:
-    """A decoder of so many rows that begins with a state and reads up to `tokens` tokens of each; None as in `read`."""
+def decoder(model: Any, cache: Cache, rows: int, tokens: int, *, own: bool) -> Decoder | None:
+    """A decoder of so many rows that begins with a state and reads up to `tokens` tokens of each; None and own as in
+    `read`."""
     plan = _plan(model)
-    states = None if plan is None else _States.of(plan, cache, rows, tokens, own=False, alone=True)
+    states = None if plan is None else _States.of(plan, cache, rows, tokens, own=own, alone=True)
     if plan is None or states is None:
         return None
     return Decoder(plan, states, model.head_weight, rows)
@@ -256,7 +257,8 @@ class _States:
                 return None
         if sum(len(part.keys) for part in parts) != rows:
             return None
-        after = [with_room(part, self._tokens, torch.float32, keep=True) for part in parts]
+        spare = not self._alone  # a decoder knows how many tokens will follow
+        after = [with_room(part, self._tokens, torch.float32, keep=True, spare=spare) for part in parts]
         table, first = np.empty((rows, 4), np.int64), 0
         for old, new in zip(parts, after, strict=True):
             number = np.arange(len(new.keys)) * new.keys.stride(0) * 4

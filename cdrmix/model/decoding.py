@@ -90,15 +90,15 @@ def advance(model: CausalModel, tokens_B: Tensor, cache: Any, *, own: bool = Fal
 
 
 class Rows:
-    """Rows that are continued token by token from a state, which stays as it is; a row may be left out after each.
+    """Rows that are continued token by token from a state; a row may be left out after each token.
 
-    tokens: most tokens that are read of a row. In evaluation mode without gradients, as in `evaluating`; the model must
-    not be changed before the last token.
+    tokens: most tokens that are read of a row. own: as in `advance`; without it the state stays as it is. In evaluation
+    mode without gradients, as in `evaluating`; the model must not be changed before the last token.
     """
 
-    def __init__(self, model: CausalModel, prefix: Prefix, tokens: int) -> None:
+    def __init__(self, model: CausalModel, prefix: Prefix, tokens: int, *, own: bool = False) -> None:
         self._model, self._cache = model, prefix.cache
-        self._decoder = compiled.decoder(model, prefix.cache, len(prefix.logits_BV), tokens)
+        self._decoder = compiled.decoder(model, prefix.cache, len(prefix.logits_BV), tokens, own=own)
 
     def read(self, tokens_R: Tensor) -> Tensor:
         """Reads a token of each row; returns the logits [R, V] of the next, which are valid until then."""

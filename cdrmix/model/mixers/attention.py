@@ -76,17 +76,20 @@ def extended(state: AttentionCache | None, k: Tensor, v: Tensor, *, keep: bool) 
     return after
 
 
-def with_room(state: AttentionCache, tokens: int, dtype: torch.dtype, *, keep: bool) -> AttentionCache:
+def with_room(
+    state: AttentionCache, tokens: int, dtype: torch.dtype, *, keep: bool, spare: bool = True
+) -> AttentionCache:
     """The state longer by so many tokens, in a buffer, to which the caller writes their keys and values.
 
     keep: whether the new state is used after the forward pass; otherwise its part of the buffer is free again at once.
-    A buffer is created twice as long as needed: then n tokens one by one cost 2 n copies, not n^2 / 2.
+    spare: a buffer is created twice as long as needed: then n tokens one by one cost 2 n copies, not n^2 / 2.
     """
     past, length = state.keys.shape[2], state.keys.shape[2] + tokens
     buffer = state.buffer
     if buffer is None or buffer.used != past or buffer.capacity < length or buffer.keys.dtype != dtype:
         batch, heads, _, width = state.keys.shape
-        keys, values = (x.new_empty(batch, heads, 2 * length, width, dtype=dtype) for x in (state.keys, state.values))
+        room = 2 * length if spare else length
+        keys, values = (x.new_empty(batch, heads, room, width, dtype=dtype) for x in (state.keys, state.values))
         keys[:, :, :past], values[:, :, :past] = state.keys, state.values
         buffer = KeyValueBuffer(keys, values, past)
     if keep:

@@ -40,11 +40,13 @@ def decode(
     temperature: float,
     generator: torch.Generator,
     end: int | None = None,
+    own: bool = False,
 ) -> Generated:
     """Generates up to new_tokens after a prefix, for every row. Temperature 0 takes the most probable token.
 
     generator: of the CPU. It gives one number for each row and token, all at once and in this order. The tokens of a
-    row therefore depend neither on the other rows nor on where those end. end: the token that ends a row.
+    row therefore depend neither on the other rows nor on where those end. end: the token that ends a row. own: nobody
+    else uses the prefix, and the caller will not use it again.
     Raises NonFiniteLogitsError for logits that are not finite.
     """
     assert new_tokens > 0
@@ -59,7 +61,7 @@ def decode(
     points_NB = points_BN.mT.contiguous() if temperature else points_BN
     going_R = None  # the rows without an end so far, as the batch has them; the others leave it. None: all
     with evaluating(model):
-        logits_RV, rows = prefix.logits_BV, None if new_tokens == 1 else Rows(model, prefix, new_tokens - 1)
+        logits_RV, rows = prefix.logits_BV, None if new_tokens == 1 else Rows(model, prefix, new_tokens - 1, own=own)
         for number in range(new_tokens):
             here = slice(None) if going_R is None else going_R
             token_R, log_prob_R = _take(logits_RV, temperature, points_NB[number, here] if temperature else None)
@@ -91,9 +93,10 @@ def generate(
     group: int = 1,
 ) -> Generated:
     """Prefills prompts of one length and continues each of them `group` times, in adjacent rows."""
-    prefix = prefill(model, prompts_BL, cache)
-    prefix = repeat(prefix, group) if group > 1 else prefix
-    return decode(model, prefix, new_tokens, temperature=temperature, generator=generator, end=end)
+    with evaluating(model):
+        prefix = prefill(model, prompts_BL, cache)
+        prefix = repeat(prefix, group) if group > 1 else prefix
+        return decode(model, prefix, new_tokens, temperature=temperature, generator=generator, end=end, own=True)
 
 
 class Taken(NamedTuple):
