@@ -113,7 +113,7 @@ class _Planner:
         self._adapted: dict[str, list[int]] = {}  # the states of the current block's adapters
         self._has_values = False  # a block of RWKV-7 came before
         self.rotary: tuple[int, float] | None = None
-        attends = any(type(block.mixer) is Attention for block in model.blocks)  # type: ignore[union-attr]
+        attends = any(type(block.mixer) is Attention for block in model.blocks)
         if attends and config.attention.rope:
             self.rotary = (self.width // config.attention.heads, config.attention.rope_theta)
             self.states = 2  # the tables of angles
