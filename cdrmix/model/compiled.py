@@ -22,7 +22,7 @@ from cdrmix.model.fast_weights import Adapter, PlasticState
 from cdrmix.model.language_model import Cache, LanguageModel
 from cdrmix.model.mixers.attention import Attention, AttentionCache, RaggedAttentionCache, with_room
 from cdrmix.model.mixers.rwkv7 import TimeMix, TimeMixCache
-from cdrmix.model.program import Plan, plan_of
+from cdrmix.model.program import Plan, is_intercepted, plan_of
 from cdrmix.ops import decode
 
 _known: WeakKeyDictionary[LanguageModel, Plan] = WeakKeyDictionary()
@@ -133,7 +133,9 @@ def _check(status: int, plan: Plan) -> None:
 
 def _plan(model: Any) -> Plan | None:
     """The plan of the model, made anew where a module or the address of a weight has changed."""
-    if type(model) is not LanguageModel or model.training or not decode.is_served(model.embedding.weight):
+    if type(model) is not LanguageModel or model.training or is_intercepted(model):
+        return None
+    if not decode.is_served(model.embedding.weight):
         return None
     plan = _known.get(model)
     if plan is not None and plan.is_current():

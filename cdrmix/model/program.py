@@ -62,7 +62,7 @@ class Plan:
     def is_current(self) -> bool:
         """Whether the model still has these modules, without hooks, and its weights at these addresses."""
         for children, name, module in self.modules:
-            if children.get(name) is not module or module._forward_hooks or module._forward_pre_hooks:
+            if children.get(name) is not module or is_intercepted(module):
                 return False
         return [tensors[name].data_ptr() for tensors, name in self.weights] == self.addresses
 
@@ -76,6 +76,11 @@ class Plan:
             cosine, sine = rotary_angles(places, width, theta, torch.float32)
             self._angles = cosine.flatten(0, 2).contiguous(), sine.flatten(0, 2).contiguous()
         return self._angles
+
+
+def is_intercepted(module: nn.Module) -> bool:
+    """Whether calls of the module do more than its class says: it has hooks, or a `forward` of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 class _NotCoveredError(Exception):
@@ -170,7 +175,7 @@ class _Planner:
 
     def watch(self, module: nn.Module) -> None:
         """Remembers all modules below this one; those with hooks are not covered."""
-        _demand(not module._forward_hooks and not module._forward_pre_hooks)
+        _demand(not is_intercepted(module))
         for name, child in module._modules.items():
             if child is not None:
                 self.modules.append((module._modules, name, child))

@@ -324,6 +324,12 @@ def uncovered() -> dict[str, Callable[[], LanguageModel]]:
         model.blocks[0].mixer.key.register_forward_hook(lambda module, inputs, output: 2 * output)
         return model
 
+    def patched() -> LanguageModel:
+        model = make()
+        forward = model.blocks[0].mixer.key.forward
+        model.blocks[0].mixer.key.forward = lambda x: 2 * forward(x)
+        return model
+
     def subclassed() -> LanguageModel:
         model = make()
 
@@ -349,6 +355,7 @@ def uncovered() -> dict[str, Callable[[], LanguageModel]]:
         "bfloat16": lambda: make().bfloat16(),
         "float64": lambda: make().double(),
         "a hook": hooked,
+        "a forward of a module's own": patched,
         "a subclass of a module": subclassed,
     }
 
