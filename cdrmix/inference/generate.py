@@ -87,7 +87,7 @@ def _decode(
             cache = take(prefix, kept).cache
             numbers = [numbers[index] for index in kept]
             last_B = torch.tensor([rows[number].ids[-1] for number in numbers], device=prefix.logits_BV.device)
-            going_on.append((numbers, advance(model, last_B, cache)))
+            going_on.append((numbers, advance(model, last_B, cache, own=True)))
         batches = going_on
 
 

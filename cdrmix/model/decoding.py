@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cdrmix.model import compiled
 from cdrmix.model.cache import concatenated, select
 from cdrmix.model.causal import CausalModel
 from cdrmix.runtime import threads_for
@@ -50,12 +51,13 @@ def prefill_rows(model: CausalModel, prompts: Sequence[Sequence[int]]) -> Prefix
     if len({len(ids) for ids in prompts}) == 1:
         ids_BT, cache, prefix = torch.tensor([list(ids) for ids in prompts], device=device), None, None
         for piece_BT in ids_BT.split(max(SHORTEST_PIECE, PREFILL_TOKENS // len(prompts)), dim=1):
-            prefix = _read(model, piece_BT, cache)
+            prefix = _read(model, piece_BT, cache, own=cache is not None)
             cache = prefix.cache
         assert prefix is not None
         return prefix
     parts = []
-    for pack in _packs(prompts):
+    alone = _is_compiled(model)  # the compiled step reads rows of one length, and short ones in little more time
+    for pack in [[ids] for ids in prompts] if alone else _packs(prompts):
         if len(pack) == 1:
             parts.append(prefill_rows(model, pack))
             continue
@@ -79,9 +81,40 @@ def take(prefix: Prefix, rows: Sequence[int]) -> Prefix:
     return Prefix(prefix.logits_BV[chosen], select(prefix.cache, chosen))
 
 
-def advance(model: CausalModel, tokens_B: Tensor, cache: Any) -> Prefix:
-    """Reads one token for every row."""
-    return _read(model, tokens_B.unsqueeze(1), cache)
+def advance(model: CausalModel, tokens_B: Tensor, cache: Any, *, own: bool = False) -> Prefix:
+    """Reads one token for every row.
+
+    own: nobody else uses `cache`, and the caller will not use it again: the new state may be in its memory.
+    """
+    return _read(model, tokens_B.unsqueeze(1), cache, own=own)
+
+
+class Rows:
+    """Rows that are continued token by token from a state; a row may be left out after each token.
+
+    tokens: most tokens that are read of a row. own: as in `advance`; without it the state stays as it is. In evaluation
+    mode without gradients, as in `evaluating`; the model must not be changed before the last token.
+    """
+
+    def __init__(self, model: CausalModel, prefix: Prefix, tokens: int, *, own: bool = False) -> None:
+        self._model, self._cache = model, prefix.cache
+        self._decoder = compiled.decoder(model, prefix.cache, len(prefix.logits_BV), tokens, own=own)
+
+    def read(self, tokens_R: Tensor) -> Tensor:
+        """Reads a token of each row; returns the logits [R, V] of the next, which are valid until then."""
+        if self._decoder is not None:
+            return self._decoder.read(tokens_R)
+        logits_RV, self._cache = advance(self._model, tokens_R, self._cache)
+        return logits_RV
+
+    def drop(self, ended: Sequence[int], rows: int) -> list[int]:
+        """Leaves out the rows with these numbers, ascending, of `rows`. Returns those of the others, in their new
+        order."""
+        if self._decoder is not None:
+            return self._decoder.drop(ended)
+        kept = sorted(set(range(rows)).difference(ended))
+        self._cache = select(self._cache, torch.tensor(kept, device=next(self._model.parameters()).device))
+        return kept
 
 
 def _packs(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
@@ -97,9 +130,22 @@ def _packs(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
     return packs
 
 
-def _read(model: CausalModel, ids_BT: Tensor, cache: Any, cu_seqlens: Tensor | None = None) -> Prefix:
-    """The state after the last token of each row, or of each packed document."""
+def _is_compiled(model: CausalModel) -> bool:
+    with evaluating(model):
+        return compiled.serves(model)
+
+
+def _read(
+    model: CausalModel, ids_BT: Tensor, cache: Any, cu_seqlens: Tensor | None = None, *, own: bool = False
+) -> Prefix:
+    """The state after the last token of each row, or of each packed document. own: as in `advance`."""
     # Not around a generator of tokens: an abandoned generator would leave these contexts at exit.
+    if cu_seqlens is None:
+        with evaluating(model):
+            read = compiled.read(model, ids_BT, cache, own=own)
+        if read is not None:
+            assert read.logits_BV is not None
+            return Prefix(read.logits_BV, read.cache)
     with evaluating(model), few_threads(model, ids_BT.numel()):
         output = model(ids_BT, cache=cache, return_cache=True, cu_seqlens=cu_seqlens)
         hidden = output.hidden_BTD

@@ -45,11 +45,18 @@ def shared_sources() -> str:
     return hashlib.blake2b(b"".join(sources), digest_size=16).hexdigest()
 
 
+@functools.cache
+def sources_beside(file: str) -> str:
+    """A hash of the Python files in the file's folder: their functions and constants may be compiled into its loops."""
+    sources = [path.read_bytes() for path in sorted(Path(file).parent.glob("*.py"))]
+    return hashlib.blake2b(b"".join(sources), digest_size=16).hexdigest()
+
+
 def compile_cached(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     """njit(function, **options), kept on disk; where no folder is writable, compiled again in every process.
 
     Numba considers the kept code current while the time and size of the function's own file are unchanged. Functions of
-    other files are compiled into it, so the hash of these files is added to numba's stamp.
+    other files are compiled into it, so the hashes of the shared files and of those beside it are in numba's stamp too.
     """
     try:
         dispatcher = njit(function, cache=True, **options)
@@ -58,7 +65,7 @@ def compile_cached(function: Callable[..., Any], options: Mapping[str, Any]) -> 
             raise
         return njit(function, **options)
     index = dispatcher._cache._cache_file
-    index._source_stamp = (index._source_stamp, shared_sources())
+    index._source_stamp = (index._source_stamp, shared_sources(), sources_beside(function.__code__.co_filename))
     return dispatcher
 
 

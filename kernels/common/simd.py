@@ -166,6 +166,45 @@ def plus(_context: Any, x: Any, y: Any) -> Any:
 
 
 @intrinsic
+def minus(_context: Any, x: Any, y: Any) -> Any:
+    return _vector(_vector, _vector), lambda context, builder, signature, xy: builder.fsub(*xy)
+
+
+@intrinsic
+def over(_context: Any, x: Any, y: Any) -> Any:
+    return _vector(_vector, _vector), lambda context, builder, signature, xy: builder.fdiv(*xy)
+
+
+@intrinsic
+def larger(_context: Any, x: Any, y: Any) -> Any:
+    """The larger number; x where one of them is NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, xy: Any) -> Any:
+        x, y = xy
+        return builder.select(builder.fcmp_ordered("<", x, y), y, x)
+
+    return _vector(_vector, _vector), generate
+
+
+@intrinsic
+def root(_context: Any, x: Any) -> Any:
+    """The square root, rounded correctly."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(_VECTOR, [_VECTOR])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.sqrt.v{SIMD_WIDTH}f32")
+        return builder.call(function, arguments)
+
+    return _vector(_vector), generate
+
+
+@intrinsic
+def same(_context: Any, x: Any) -> Any:
+    """The float x, 8 times."""
+    return _vector(types.float32), lambda context, builder, signature, arguments: _splat(builder, *arguments)
+
+
+@intrinsic
 def fused(_context: Any, x: Any, y: Any, z: Any) -> Any:
     """x y + z."""
     return _vector(_vector, _vector, _vector), lambda context, builder, signature, xyz: _fused(builder, *xyz)
@@ -253,9 +292,58 @@ def transpose(_context: Any, source: Any, at: Any, stride: Any, target: Any, to:
     return types.void(*[types.int64] * 6), generate
 
 
+def tile(outputs: int, vectors: int) -> Any:
+    """Compiles a tile of a product, whose sums stay in registers: `outputs` sums for each of 8 `vectors` lanes.
+
+        y[o, n] = sum_i w[o, i] x[i, n], in the order of i, from y[o, n] if `begun` is not 0, else from 0
+
+    So the bits of a sum depend neither on the size of the tile nor on its place in it. The function's arguments: x at
+    its first lane and the distance of its rows; w at its first output, the distances of its outputs and of its inputs;
+    the number of inputs; y, whose rows are as far apart as those of x; begun.
+    """
+
+    @intrinsic
+    def product(
+        _context: Any, x: Any, stride: Any, w: Any, per_output: Any, per_input: Any, inputs: Any, y: Any, begun: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            x, stride, w, per_output, per_input, inputs, y, begun = arguments
+            integers = stride.type
+            lanes = [integers(SIMD_WIDTH * v) for v in range(vectors)]
+            rows = [builder.mul(stride, integers(o)) for o in range(outputs)]
+            begins = builder.icmp_signed("!=", begun, integers(0))
+            sums = [[cgutils.alloca_once(builder, _VECTOR) for _ in lanes] for _ in rows]
+            for row, sums_o in zip(rows, sums, strict=True):
+                for lane, total in zip(lanes, sums_o, strict=True):
+                    before = _load8(builder, y, builder.add(row, lane))
+                    builder.store(builder.select(begins, before, _constant(0.0)), total)
+            with cgutils.for_range(builder, inputs) as step:
+                at = builder.mul(step.index, stride)
+                values = [_load8(builder, x, builder.add(at, lane)) for lane in lanes]
+                weights = builder.mul(step.index, per_input)
+                for o, sums_o in enumerate(sums):
+                    place = builder.add(weights, builder.mul(per_output, integers(o)))
+                    weight = _splat(builder, builder.load(_pointer(builder, w, place, _FLOAT), align=4))
+                    for value, total in zip(values, sums_o, strict=True):
+                        builder.store(_fused(builder, value, weight, builder.load(total)), total)
+            for row, sums_o in zip(rows, sums, strict=True):
+                for lane, total in zip(lanes, sums_o, strict=True):
+                    _store8(builder, y, builder.add(row, lane), builder.load(total))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), generate
+
+    return product
+
+
 def loop(function: Callable[..., None]) -> Any:
     """Compiles a loop on first use and keeps it on disk; it runs without the interpreter's lock."""
     return compile_cached(function, {"nogil": True})
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """Compiles a function that loops call, without checks for a division by zero."""
+    return njit(function, nogil=True, error_model="numpy")
 
 
 @njit(nogil=True)

@@ -62,27 +62,39 @@ def by_row(state: AttentionCache | RaggedAttentionCache) -> tuple[AttentionCache
 def extended(state: AttentionCache | None, k: Tensor, v: Tensor, *, keep: bool) -> AttentionCache:
     """The state extended by the keys and values [B, T, kv_heads, head width] of the next tokens.
 
-    keep: whether the new state is used after the forward pass; otherwise its part of the buffer is free again at once.
-    A buffer is created twice as long as needed: then n tokens one by one cost 2 n copies, not n^2 / 2. With gradients
-    the tensors are concatenated, because memory that a backward pass has saved must not be written to.
+    keep: as in `with_room`. With gradients the tensors are concatenated, because memory that a backward pass has saved
+    must not be written to.
     """
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if state is None:
         return AttentionCache(k, v)
     if torch.is_grad_enabled():
         return AttentionCache(torch.cat([state.keys, k], 2), torch.cat([state.values, v], 2))
-    past, length = state.keys.shape[2], state.keys.shape[2] + k.shape[2]
+    past = state.keys.shape[2]
+    after = with_room(state, k.shape[2], k.dtype, keep=keep)
+    after.keys[:, :, past:], after.values[:, :, past:] = k, v
+    return after
+
+
+def with_room(
+    state: AttentionCache, tokens: int, dtype: torch.dtype, *, keep: bool, spare: bool = True
+) -> AttentionCache:
+    """The state longer by so many tokens, in a buffer, to which the caller writes their keys and values.
+
+    keep: whether the new state is used after the forward pass; otherwise its part of the buffer is free again at once.
+    spare: a buffer is created twice as long as needed: then n tokens one by one cost 2 n copies, not n^2 / 2.
+    """
+    past, length = state.keys.shape[2], state.keys.shape[2] + tokens
     buffer = state.buffer
-    if buffer is None or buffer.used != past or buffer.capacity < length or buffer.keys.dtype != k.dtype:
-        batch, heads, _, width = k.shape
-        keys, values = (x.new_empty(batch, heads, 2 * length, width) for x in (k, v))
+    if buffer is None or buffer.used != past or buffer.capacity < length or buffer.keys.dtype != dtype:
+        batch, heads, _, width = state.keys.shape
+        room = 2 * length if spare else length
+        keys, values = (x.new_empty(batch, heads, room, width, dtype=dtype) for x in (state.keys, state.values))
         keys[:, :, :past], values[:, :, :past] = state.keys, state.values
         buffer = KeyValueBuffer(keys, values, past)
-    keys, values = buffer.keys[:, :, :length], buffer.values[:, :, :length]
-    keys[:, :, past:], values[:, :, past:] = k, v
     if keep:
         buffer.used = length
-    return AttentionCache(keys, values, buffer)
+    return AttentionCache(buffer.keys[:, :, :length], buffer.values[:, :, :length], buffer)
 
 
 @MIXERS("attention")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema_reasoning import Reasoning
+from cdrmix.model import compiled
 from cdrmix.model.cache import branch, concatenated, plastic_only, select, unread
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import Cache, LanguageModel
@@ -162,18 +163,30 @@ class Controller:
         groups, hidden = [], []
         for rows_R, cache in episode.groups:
             prefix = None if prefix_BPD is None else prefix_BPD[rows_R]
-            output = self.model(
-                ids_BC[rows_R],
-                cache=cache,
-                return_cache=True,
-                fast_weights=FastWeightOptions(scale_S=scale_S),
-                prefix_BPD=prefix,
-            )
-            assert output.cache is not None
-            groups.append(Group(rows_R, output.cache if self.reasoning.carry == "all" else plastic_only(output.cache)))
-            hidden.append(output.hidden_BTD)
+            states, hidden_RCD = self._read(ids_BC[rows_R], cache, prefix, scale_S)
+            groups.append(Group(rows_R, states if self.reasoning.carry == "all" else plastic_only(states)))
+            hidden.append(hidden_RCD)
         after = episode._replace(groups=tuple(groups), steps=episode.steps + 1, commits_B=episode.commits_B + 1)
         return Proposal(after, _gathered(groups, hidden))
+
+    def _read(
+        self, ids_RC: Tensor, cache: Cache | None, prefix_RPD: Tensor | None, scale_S: Tensor | None
+    ) -> tuple[Cache, Tensor]:
+        """The states after a chunk, and its hidden states; by the compiled step where it serves the model."""
+        if prefix_RPD is None and scale_S is None:
+            read = compiled.read(self.model, ids_RC, cache, wants_hidden=True, head=False)
+            if read is not None:
+                assert read.hidden_BTD is not None
+                return read.cache, read.hidden_BTD
+        output = self.model(
+            ids_RC,
+            cache=cache,
+            return_cache=True,
+            fast_weights=FastWeightOptions(scale_S=scale_S),
+            prefix_BPD=prefix_RPD,
+        )
+        assert output.cache is not None
+        return output.cache, output.hidden_BTD
 
     def settle(
         self, episode: EpisodeState, proposal: Proposal, decision: Decision, index: EpisodicMemory | None = None

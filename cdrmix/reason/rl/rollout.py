@@ -16,8 +16,9 @@ from torch import Tensor
 
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.inference.sampling import inverse
-from cdrmix.model.decoding import Prefix, advance, evaluating, prefill, repeat, take
+from cdrmix.model.decoding import Prefix, Rows, evaluating, prefill, repeat
 from cdrmix.model.language_model import Cache, LanguageModel
+from cdrmix.ops import decode as decode_step
 
 
 class Generated(NamedTuple):
@@ -39,11 +40,13 @@ def decode(
     temperature: float,
     generator: torch.Generator,
     end: int | None = None,
+    own: bool = False,
 ) -> Generated:
     """Generates up to new_tokens after a prefix, for every row. Temperature 0 takes the most probable token.
 
     generator: of the CPU. It gives one number for each row and token, all at once and in this order. The tokens of a
-    row therefore depend neither on the other rows nor on where those end. end: the token that ends a row.
+    row therefore depend neither on the other rows nor on where those end. end: the token that ends a row. own: nobody
+    else uses the prefix, and the caller will not use it again.
     Raises NonFiniteLogitsError for logits that are not finite.
     """
     assert new_tokens > 0
@@ -52,26 +55,27 @@ def decode(
     points_BN = torch.empty(0)
     if temperature:
         points_BN = torch.rand(batch, new_tokens, generator=generator, dtype=torch.float64).to(device)
-    tokens_BN = torch.full((batch, new_tokens), 0 if end is None else end, device=device)
-    log_probs_BN = torch.zeros(batch, new_tokens, device=device)
-    mask_BN = torch.zeros(batch, new_tokens, dtype=torch.bool, device=device)
-    going_R = torch.arange(batch, device=device)  # the rows without an end so far; the others leave the batch
+    tokens_NB = torch.full((new_tokens, batch), 0 if end is None else end, device=device)
+    log_probs_NB = torch.zeros(new_tokens, batch, device=device)
+    mask_NB = torch.zeros(new_tokens, batch, dtype=torch.bool, device=device)
+    points_NB = points_BN.mT.contiguous() if temperature else points_BN
+    going_R = None  # the rows without an end so far, as the batch has them; the others leave it. None: all
     with evaluating(model):
+        logits_RV, rows = prefix.logits_BV, None if new_tokens == 1 else Rows(model, prefix, new_tokens - 1, own=own)
         for number in range(new_tokens):
-            points_R1 = points_BN[going_R, number : number + 1] if temperature else None
-            token_R, log_prob_R = _take(prefix.logits_BV, temperature, points_R1)
-            tokens_BN[going_R, number], log_probs_BN[going_R, number] = token_R, log_prob_R
-            mask_BN[going_R, number] = True
-            if number + 1 == new_tokens:
+            here = slice(None) if going_R is None else going_R
+            token_R, log_prob_R = _take(logits_RV, temperature, points_NB[number, here] if temperature else None)
+            tokens_NB[number, here], log_probs_NB[number, here], mask_NB[number, here] = token_R, log_prob_R, True
+            if rows is None or number + 1 == new_tokens:
                 break
-            cache = prefix.cache
-            if end is not None:
-                kept = torch.nonzero(token_R != end).flatten().tolist()
-                if not kept:
-                    break
-                if len(kept) < len(token_R):
-                    going_R, token_R, cache = going_R[kept], token_R[kept], take(prefix, kept).cache
-            prefix = advance(model, token_R, cache)
+            ended = [] if end is None else [row for row, token in enumerate(token_R.tolist()) if token == end]
+            if len(ended) == len(token_R):
+                break
+            if ended:
+                order = torch.tensor(rows.drop(ended, len(token_R)), device=device)
+                going_R, token_R = order if going_R is None else going_R[order], token_R[order]
+            logits_RV = rows.read(token_R)
+    tokens_BN, log_probs_BN, mask_BN = (each.mT.contiguous() for each in (tokens_NB, log_probs_NB, mask_NB))
     if not log_probs_BN.isfinite().all():
         raise NonFiniteLogitsError("the logits of a rollout are not finite; this step was not trained on")
     return Generated(tokens_BN, log_probs_BN, mask_BN)
@@ -89,9 +93,10 @@ def generate(
     group: int = 1,
 ) -> Generated:
     """Prefills prompts of one length and continues each of them `group` times, in adjacent rows."""
-    prefix = prefill(model, prompts_BL, cache)
-    prefix = repeat(prefix, group) if group > 1 else prefix
-    return decode(model, prefix, new_tokens, temperature=temperature, generator=generator, end=end)
+    with evaluating(model):
+        prefix = prefill(model, prompts_BL, cache)
+        prefix = repeat(prefix, group) if group > 1 else prefix
+        return decode(model, prefix, new_tokens, temperature=temperature, generator=generator, end=end, own=True)
 
 
 class Taken(NamedTuple):
@@ -132,12 +137,14 @@ def micro_batches(
     return cuts
 
 
-def _take(logits_BV: Tensor, temperature: float, points_B1: Tensor | None) -> tuple[Tensor, Tensor]:
+def _take(logits_BV: Tensor, temperature: float, points_B: Tensor | None) -> tuple[Tensor, Tensor]:
     """A token of each row and its log probability."""
-    if points_B1 is None:
+    if decode_step.is_served(logits_BV):
+        return decode_step.choose(logits_BV.contiguous(), temperature, points_B)
+    if points_B is None:
         log_probs_BV = logits_BV.log_softmax(-1)
         token_B1 = logits_BV.argmax(-1, keepdim=True)
     else:
         log_probs_BV = (logits_BV / temperature).log_softmax(-1)
-        token_B1 = inverse(log_probs_BV.exp().double(), points_B1)
+        token_B1 = inverse(log_probs_BV.exp().double(), points_B.unsqueeze(1))
     return token_B1.squeeze(1), log_probs_BV.gather(1, token_B1).squeeze(1).float()
