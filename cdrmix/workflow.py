@@ -43,6 +43,7 @@ from cdrmix.model.loss import LossModule
 from cdrmix.plan.fit import check_memory
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.parameters import count_parameters
+from cdrmix.plan.stage_b_fit import check_phases
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.demo import demonstrate
 from cdrmix.reason.evaluation import evaluate_stage_b
@@ -99,7 +100,9 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
         )
     stage_b = config.kind == "reasoning" and bool(spans(config))
     if stage_b and resume is None:
-        check_stage_b(config)
+        check_stage_b(config, world.size)
+        machine = machine_for(config, None, world.size)
+        _first_process(world, lambda: check_phases(config, machine, world.size, say=to_standard_error))
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.locked()))

@@ -308,8 +308,8 @@ class Reasoning(Section):
     """State that is carried from step to step. all: the states of the mixers and the fast weights. fast: the fast
     weights only."""
     rollout_weights: Literal["sharded", "copied"] = "sharded"
-    """Weights that make rollouts under ZeRO-3. sharded: those of the training, of which each layer is gathered for every
-    token. copied: a copy of the whole model in every process, 4 bytes for each parameter; faster, with the same
+    """Weights that make rollouts under ZeRO-3. sharded: those of the training, of which each layer is gathered for
+    every token. copied: a copy of the whole model in every process, 4 bytes for each parameter; faster, with the same
     results."""
     plastic_lora: PlasticLora
     controller: Controller

@@ -68,6 +68,16 @@ def with_heads(language_model: LanguageModel, config: Model, reasoning: Reasonin
     )
 
 
+def replayed(reasoning: Reasoning, name: str) -> list[str]:
+    """What a phase trains on beside its own data: text, or other phases by name."""
+    phases = reasoning.phases
+    replay: list[str] = list(getattr(phases, name).replay)
+    if name != "joint":
+        return replay
+    trained = [other for other in ("plasticity", "policy") if getattr(phases, other).steps]
+    return list(dict.fromkeys(["text", *trained, *replay]))
+
+
 def make_phase(
     name: str,
     config: Config,
@@ -79,11 +89,7 @@ def make_phase(
     """A phase by its name in `reasoning.phases`, with the data that it replays. passed_over: rows, as of Progress."""
     reasoning = config.reasoning
     assert reasoning is not None
-    phases = reasoning.phases
-    replay: list[str] = list(getattr(phases, name).replay)
-    if name == "joint":
-        trained = [other for other in ("plasticity", "policy") if getattr(phases, other).steps]
-        replay = list(dict.fromkeys(["text", *trained, *replay]))
+    replay = replayed(reasoning, name)
 
     def sources(section: EpisodesOfTask) -> EpisodeSource:
         return source_of(section, reasoning.chunk, tokenizer)

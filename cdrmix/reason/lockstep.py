@@ -1,11 +1,11 @@
 """Lockstep: all processes make the same number of forward passes, though each has another number of tokens to read.
 
-Under ZeRO-3 a pass of the language model gathers each layer from all processes, and with expert parallelism it exchanges
-rows with other processes. So the n-th pass of a process has to run together with the n-th pass of every other one.
-Rollouts end at different tokens, and documents have different numbers of chunks. Before each pass a process announces
-it, and a process that has no more passes makes passes of one token until none announces another. Nothing else has to be
-agreed: which rows a process reads in its n-th pass, and when it samples, writes or searches, is its own affair. A row
-has the same bits as in a process that is alone.
+Under ZeRO-3 a pass of the language model gathers each layer from all processes, and with expert parallelism it
+exchanges rows with other processes. So the n-th pass of a process has to run together with the n-th pass of every other
+one. Rollouts end at different tokens, and documents have different numbers of chunks. Before each pass a process
+announces it, and a process that has no more passes makes passes of one token until none announces another. Nothing else
+has to be agreed: each process decides which rows it reads in its n-th pass, and when it samples, writes or searches. A
+row has the same bits as in a process that is alone.
 """
 
 from __future__ import annotations

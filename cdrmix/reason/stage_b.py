@@ -77,9 +77,23 @@ def spans(config: Config) -> list[Span]:
     return phases
 
 
-def check_stage_b(config: Config) -> None:
-    """Checks stage B before training. Raises ConfigError for a missing backbone and for impossible episodes."""
+def check_stage_b(config: Config, processes: int = 1) -> None:
+    """Checks stage B before training. Raises ConfigError for a missing backbone, for impossible episodes, and for
+    episodes that cannot be divided among the processes."""
     assert config.reasoning is not None
+    for name, section in config.reasoning.phases:
+        if not section.steps or name == "joint":  # which has the episodes of other phases
+            continue
+        if section.episodes % processes and name in ("acceptance", "policy", "operations"):
+            raise ConfigError(
+                f"reasoning.phases.{name}.episodes is {section.episodes}; it must be a multiple of the {processes} "
+                "processes (--nproc), since each makes the rollouts of as many"
+            )
+        if section.episodes < processes:
+            raise ConfigError(
+                f"reasoning.phases.{name}.episodes is {section.episodes}; each of the {processes} processes (--nproc) "
+                "needs one"
+            )
     backbone = config.reasoning.backbone
     if backbone and not Path(backbone).exists():
         raise ConfigError(f"reasoning.backbone={backbone} does not exist; name a run, a checkpoint or an export")

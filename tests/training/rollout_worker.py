@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from cdrmix.config.schema import Config
 from cdrmix.data.shards import open_shards
 from cdrmix.inference.checkpoints import newest_whole_checkpoint
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason.stage_b import train_stage_b
+from cdrmix.reason.stage_b import spans, train_stage_b
 from cdrmix.run_folder import RunFolder
 from cdrmix.training import deepspeed_config, stage_a
 from cdrmix.training.distributed import join
@@ -26,21 +27,27 @@ deepspeed_config.PERSISTENCE_THRESHOLD = 0
 
 
 def main(order: dict[str, Any]) -> int:
-    """Trains in the run folder `where`, which rank 0 makes if need be. at: as of worker.act_before, in stage B.
+    """Trains in the run folder `where`, which rank 0 makes if need be. start: a run to copy. at: as of
+    worker.act_before, in the first phase that has steps left.
 
-    Prints how many forward passes of the language model this process has made without gradients in stage B, and of how
-    many of them it read one token alone.
+    Rank 0 prints for each process how many forward passes of the language model it has made in stage B, and how many of
+    them read one token.
     """
     config = Config.from_yaml(order["config"], order["overrides"])
     where = Path(order["where"])
     world = join(config)
     if world.is_main_process and not where.exists():
-        RunFolder.create(config).path.rename(where)
+        if "start" in order:
+            shutil.copytree(order["start"], where)
+        else:
+            RunFolder.create(config).path.rename(where)
     world.barrier()
     run = RunFolder.open(where, writes=world.is_main_process)
     shards = open_shards(Path(order["shards"]))
     if world.gather(newest_whole_checkpoint(run.checkpoints))[0] is None:
         stage_a.train(config, run, shards, console=False)
+    if not spans(config):
+        return 0
     if "at" in order and world.is_main_process:
         act_before(order["at"])
     passes = {"all": 0, "one token": 0}
