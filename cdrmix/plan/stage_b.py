@@ -254,20 +254,20 @@ def updates_of(config: Config, name: str, processes: int) -> Iterator[Work]:
                 rows = reasoning.rl.group_size * max(1, rows // reasoning.rl.group_size)
             most = share * (1 if each == "operations_imitation" else reasoning.rl.group_size)
             rows = min(rows, most)
-            passes = _windows(reasoning, rows, answers=True)
+            passes = _windows(reasoning, rows)
             count = sum(rows for rows, _ in passes.passes)
             yield Work(passes, key, rows, f"{count} windows of at most {passes.passes[-1][1]} tokens")
 
 
-def _windows(reasoning: Reasoning, episodes: int, *, answers: bool) -> Windows:
+def _windows(reasoning: Reasoning, episodes: int) -> Windows:
     """All windows of so many episodes: their chunks, and the question with up to `max_spliced` chunks in front."""
     source, spliced = widths_of(reasoning.operations, reasoning.chunk), reasoning.memory.max_spliced
     spliced = min(spliced, reasoning.operations.chunks)
     asked = source.question + 2
     passes = [(episodes * reasoning.operations.chunks, reasoning.chunk + 1)]
-    passes += [(episodes, number * reasoning.chunk + asked) for number in range(spliced + 1)]
-    if answers:
-        passes.append((episodes, spliced * reasoning.chunk + asked + source.answer - 1))
+    # Windows with 0, 1, ... spliced chunks as rows of their mean length: what is kept grows with the tokens alone.
+    passes.append((episodes * (spliced + 1), -(-spliced * reasoning.chunk // 2) + asked))
+    passes.append((episodes, spliced * reasoning.chunk + asked + source.answer - 1))
     return Windows(tuple(passes))
 
 

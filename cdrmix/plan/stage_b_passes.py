@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.model.cache import plastic_only
+from cdrmix.model.cache import plastic_only, select
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import Cache, LanguageModel, Output
 from cdrmix.model.loss import LossModel
@@ -30,6 +30,7 @@ from cdrmix.plan.trace import (
     drop_gradient,
     make_fake,
     period_of,
+    with_experts_of_a_rank,
     with_layers,
 )
 from cdrmix.reason.build import with_heads
@@ -175,15 +176,18 @@ class Decoding(NamedTuple):
         return self.question + self.window
 
     def __call__(self, model: StageBModel) -> None:
-        """The passes of a turn."""
+        """The passes of a turn. What `read_episodes` and `decode` hold at a time: the states after the question, after
+        the window and after a token; those of the rows that go on; and those after the next token."""
         language_model = model.language_model
         question = language_model(_ids(self.rows, self.question), return_cache=True).cache
         output = language_model(_ids(self.rows, self.window), cache=question, return_cache=True)
+        window = output.cache
         logits = language_model.logits(output.hidden_BTD[:, -1])
-        cache = output.cache
         del output
-        output = language_model(_ids(self.rows, 1), cache=cache, return_cache=True)
-        logits = language_model.logits(output.hidden_BTD[:, -1])
+        token = language_model(_ids(self.rows, 1), cache=window, return_cache=True).cache
+        going = select(token, _ids(self.rows))
+        output = language_model(_ids(self.rows, 1), cache=going, return_cache=True)
+        del output, going, token
         torch.empty(logits.numel() * (SAMPLING // 4 - 1))
 
 
@@ -240,6 +244,9 @@ def trace_passes(
     """The memory of passes. trains: the parameters, by name, that get gradients; None: there is no backward pass.
     several: micro-batches in a step. Raises ConfigError for a model without kernels on the platform."""
     model = config.cdrmix_model
+    if stage == 3:
+        model = with_experts_of_a_rank(model, config.train)
+        config = config.model_copy(update={"model": model})
     period = period_of(model)
     if model.layers <= FULL_TRACE_LAYERS or period is None:
         early, late, saved, copies = _traced(config, model.layers, passes, trains, platform, stage, several)

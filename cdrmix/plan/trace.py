@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config, Model, Train
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
@@ -125,6 +125,8 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
     linear between the top and the bottom of the model, and its maximum is at one of the two.
     """
     train, model = config.train, config.cdrmix_model
+    if zero_stage == 3:  # below it `memory` subtracts what the experts of other ranks need
+        model = with_experts_of_a_rank(model, train)
     # Only these keys affect the trace; other keys must not cause another trace.
     traced = _TraceInput(
         model,
@@ -181,6 +183,14 @@ class _TraceInput:
     def key(self, layers: int) -> str:
         """Equal inputs have the same key."""
         return f"{layers} {self}"
+
+
+def with_experts_of_a_rank(model: Model, train: Train) -> Model:
+    """The model with the experts that a rank holds with train.expert_parallel; at least top_k, so that it can route."""
+    experts = max(model.feed_forward.top_k, model.feed_forward.experts // train.expert_parallel)
+    if model.feed_forward.kind != "moe" or experts >= model.feed_forward.experts:
+        return model
+    return model.model_copy(update={"feed_forward": model.feed_forward.model_copy(update={"experts": experts})})
 
 
 def with_layers(model: Model, layers: int) -> Model:

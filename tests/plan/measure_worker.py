@@ -9,6 +9,7 @@ is freed. PyTorch's profiler will not do: it is not told of every tensor that is
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import sys
@@ -60,6 +61,9 @@ def main() -> None:
     torch.manual_seed(1)  # what the routers choose decides how many rows an expert has
     if name := sys.argv[2]:
         model, phase = build_model(config), make_phase(name, config, None, None, world)
+        with torch.no_grad():  # an untrained model gives all tokens one probability, and all groups are dropped
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
         freeze(model, phase)
         objective = PhaseObjective(phase, model, world)
         engine = make_engine(phase_config(config, getattr(config.reasoning.phases, name)), model, world)
@@ -69,6 +73,7 @@ def main() -> None:
         take_step = functools.partial(step, config, world, engine)
     take_step(0)  # compiles, and makes the optimizer's state
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     weights = list(engine.parameters.values())
     state = [value for slots in engine.optimizer.state.values() for value in slots.values()]
     there = sum(tensor.untyped_storage().nbytes() for tensor in [*weights, *state])
