@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from cdrmix.plan.memory import memory_of
 from cdrmix.plan.optimizer import optimizer_size
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.plan.stage_b import phases_of
+from cdrmix.plan.stage_b_fit import check_phases
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORKER = Path(__file__).with_name("measure_worker.py")
@@ -60,7 +62,7 @@ def measured_bytes(name: str, phase: str, *overrides: str) -> int:
 
 # What the phase policy takes at its highest: of its rollouts, or of its update.
 POLICY = {
-    "rollouts": ["reasoning.phases.policy.micro_batch=8", "reasoning.phases.policy.episodes=32"],
+    "rollouts": ["reasoning.phases.policy.micro_batch=4", "reasoning.phases.policy.episodes=8"],
     "update": ["reasoning.phases.policy.micro_batch=64", "reasoning.phases.policy.rollout_rows=8"],
 }
 
@@ -75,6 +77,46 @@ def test_the_estimate_of_a_phase_is_within_a_tenth_of_the_measured_peak(moment: 
     assert phase.moment == moment
     measured = measured_bytes("cdrmix-reason-tiny", "policy", *overrides)
     assert phase.memory.tensors == pytest.approx(measured, rel=0.1)
+
+
+ONLY_POLICY = [
+    "model.layers=2",
+    *(f"reasoning.phases.{name}.steps=0" for name in ("plasticity", "acceptance", "imitation", "operations", "joint")),
+    "reasoning.phases.operations_imitation.steps=0",
+]
+
+
+def test_rollouts_need_a_copy_a_reference_or_gathered_layers() -> None:
+    def parts(*overrides: str) -> dict[str, int]:
+        # So many rollouts at once that they, and not the update, need most.
+        many = ["reasoning.phases.policy.episodes=256", "reasoning.phases.policy.micro_batch=1"]
+        keys = [*ONLY_POLICY, "train.zero_stage=3", *many, *overrides]
+        (phase,) = phases_of(config_of("cdrmix-reason-tiny", *keys), "cuda", 4)
+        assert phase.moment == "rollouts"
+        return {part.name: part.bytes for part in phase.memory.components}
+
+    sharded, copied = parts(), parts("reasoning.rollout_weights=copied")
+    reference = parts("reasoning.rollout_weights=copied", "reasoning.rl.kl_weight=0.1")
+    assert copied["copy"] == reference["reference"] == pytest.approx(4 * sharded["weights"], rel=1e-4)
+    assert copied["rollouts"] == sharded["rollouts"]
+    assert 0 < sharded["gathered"] < copied["copy"]
+    assert "gathered" not in copied
+    assert "copy" not in sharded
+
+
+def test_a_phase_that_does_not_fit_is_refused_with_what_would_fit() -> None:
+    config = config_of("cdrmix-reason-tiny", *ONLY_POLICY, "train.precision=bf16")
+    (phase,) = phases_of(config, "cuda", 1)
+    check_phases(config, card(int(phase.memory.total / MAX_MEMORY_SHARE) + 1), 1, print)
+    small = card(int((phase.memory.total - phase.memory.tensors // 4) / MAX_MEMORY_SHARE))
+    with pytest.raises(ConfigError, match=r"phase policy of cdrmix-reason-tiny takes .* in its update") as refused:
+        check_phases(config, small, 1, print)
+    remedy = re.search(r"What would fit: (.*?) \(", str(refused.value))
+    assert remedy is not None
+    assert "reasoning.phases.policy.micro_batch=" in remedy[1] or "activation_checkpointing" in remedy[1]
+    check_phases(
+        config_of("cdrmix-reason-tiny", *ONLY_POLICY, "train.precision=bf16", *remedy[1].split()), small, 1, print
+    )
 
 
 @pytest.mark.parametrize(
