@@ -101,8 +101,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     stage_b = config.kind == "reasoning" and bool(spans(config))
     if stage_b and resume is None:
         check_stage_b(config, world.size)
-        machine = machine_for(config, None, world.size)
-        _first_process(world, lambda: check_phases(config, machine, world.size, say=to_standard_error))
+        _first_process(world, lambda: check_phases(config, world.size, to_standard_error))
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.locked()))
@@ -308,8 +307,7 @@ def _train_stage_b(
         if loaded.step == config.train.steps:  # stage B must not make this worse
             figures = measure(loaded, shards, config).as_json()
             run.update_summary({"held_out_before": figures, "held_out_before_step": loaded.step})
-    phases = ", ".join(f"{span.name} {span.section.steps}" for span in spans(config))
-    run.say(f"Stage B, steps by phase: {phases}")
+    run.say("Stage B, steps by phase: " + ", ".join(f"{span.name} {span.section.steps}" for span in spans(config)))
     result = train_stage_b(config, run, shards, callbacks=callbacks, mirror=mirror)
     run.update_summary({"stage_b": {"step": result.step, "seconds": result.seconds}})
 

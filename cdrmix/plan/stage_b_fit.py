@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.plan.components import GPU_RUNTIME
 from cdrmix.plan.fit import GB, MAX_MEMORY_SHARE, MAX_PROCESSES, Remedy
-from cdrmix.plan.machine import Machine
+from cdrmix.plan.machine import Machine, machine_for
 from cdrmix.plan.parameters import count_parameters
 from cdrmix.plan.stage_b import PhaseMemory, phases_of, rollouts_of, updates_of
 from cdrmix.training.engine import BUCKET
@@ -45,8 +43,10 @@ def fit_phases(
     return found
 
 
-def check_phases(config: Config, machine: Machine, processes: int, say: Callable[[str], None]) -> None:
-    """Raises ConfigError with remedies for the first phase that does not fit. It allocates nothing."""
+def check_phases(config: Config, processes: int, say: Callable[[str], None], machine: Machine | None = None) -> None:
+    """Raises ConfigError with remedies for the first phase that does not fit. It allocates nothing. machine: None is
+    this machine."""
+    machine = machine_for(config, None, processes) if machine is None else machine
     if config.reasoning is None or machine.memory_bytes is None:
         return
     if at_most(config, processes) <= MAX_MEMORY_SHARE * machine.memory_bytes:
@@ -132,7 +132,6 @@ def _again(config: Config, changes: dict[str, Any], name: str, machine: Machine,
 
 def _changed(section: Any, path: list[str], value: Any) -> Any:
     """A section with another value of a key in it."""
-    assert isinstance(section, BaseModel)
     name, *rest = path
     return section.model_copy(update={name: _changed(getattr(section, name), rest, value) if rest else value})
 

@@ -94,6 +94,14 @@ def check_stage_b(config: Config, processes: int = 1) -> None:
                 f"reasoning.phases.{name}.episodes is {section.episodes}; each of the {processes} processes (--nproc) "
                 "needs one"
             )
+    divided = config.train.expert_parallel > 1 and zero_stage(config.train, processes) in (1, 2)
+    for name, section in config.reasoning.phases if divided else ():
+        own = name in ("plasticity", "operations", "operations_imitation") and section.train == "own"
+        if section.steps and (own or name == "acceptance"):
+            raise ConfigError(
+                f"train.expert_parallel: phase {name} trains no expert, which DeepSpeed refuses at ZeRO stages 1 and "
+                "2; set train.zero_stage to 0 or 3"
+            )
     backbone = config.reasoning.backbone
     if backbone and not Path(backbone).exists():
         raise ConfigError(f"reasoning.backbone={backbone} does not exist; name a run, a checkpoint or an export")

@@ -280,14 +280,6 @@ BROKEN = {
         run.yaml:6: reasoning.rollout_weights: found "copied" (a string)
             allowed: sharded with train.expert_parallel=2, whose processes need one another in every pass""",
     ),
-    "a reference under ZeRO-3": (
-        "train:",
-        REASONING.replace("rl: {", "rl: {kl_weight: 0.1, ") + ", phases: {policy: {steps: 3}}}\ntrain:\n  zero_stage: 3",
-        """\
-        run.yaml:6: reasoning.rl.kl_weight: found 0.1 (a number)
-            allowed: 0 under ZeRO-3 with reasoning.rollout_weights=sharded: the model that the divergence is from """
-        "would be a copy; set that to copied",
-    ),
     "a phase that replays itself": (
         "train:",
         REASONING + ", phases: {imitation: {replay: [text, imitation]}}}\ntrain:",

@@ -107,16 +107,15 @@ def test_rollouts_need_a_copy_a_reference_or_gathered_layers() -> None:
 def test_a_phase_that_does_not_fit_is_refused_with_what_would_fit() -> None:
     config = config_of("cdrmix-reason-tiny", *ONLY_POLICY, "train.precision=bf16")
     (phase,) = phases_of(config, "cuda", 1)
-    check_phases(config, card(int(phase.memory.total / MAX_MEMORY_SHARE) + 1), 1, print)
+    check_phases(config, 1, print, card(int(phase.memory.total / MAX_MEMORY_SHARE) + 1))
     small = card(int((phase.memory.total - phase.memory.tensors // 4) / MAX_MEMORY_SHARE))
     with pytest.raises(ConfigError, match=r"phase policy of cdrmix-reason-tiny takes .* in its update") as refused:
-        check_phases(config, small, 1, print)
+        check_phases(config, 1, print, small)
     remedy = re.search(r"What would fit: (.*?) \(", str(refused.value))
     assert remedy is not None
     assert "reasoning.phases.policy.micro_batch=" in remedy[1] or "activation_checkpointing" in remedy[1]
-    check_phases(
-        config_of("cdrmix-reason-tiny", *ONLY_POLICY, "train.precision=bf16", *remedy[1].split()), small, 1, print
-    )
+    remedied = config_of("cdrmix-reason-tiny", *ONLY_POLICY, "train.precision=bf16", *remedy[1].split())
+    check_phases(remedied, 1, print, small)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_divided_experts_roll_out_as_whole_ones(train: Train) -> None:
 @pytest.mark.long
 def test_four_processes_with_two_copies_of_each_expert(train: Train) -> None:
     whole = train("whole", "train.zero_stage=0", *ONCE, processes=4)
-    for stage in (1, 3):
+    for stage in (0, 3):
         divided = train(f"divided {stage}", f"train.zero_stage={stage}", "train.expert_parallel=2", *ONCE, processes=4)
         check_equal(divided, whole)
 
@@ -235,3 +235,14 @@ def test_every_process_needs_episodes_before_anything_is_trained(reasoning: Path
         check_stage_b(config, 3)
     with pytest.raises(ConfigError, match=r"plasticity\.episodes is 4; each of the 8 processes \(--nproc\) needs one"):
         check_stage_b(config, 8)
+    with pytest.raises(ConfigError, match=r"acceptance trains no expert, which .* set train\.zero_stage to 0 or 3"):
+        check_stage_b(Config.from_yaml(reasoning, ["train.expert_parallel=2", "train.zero_stage=1"]), 2)
+
+
+def test_a_divergence_needs_a_copy_of_the_model(reasoning: Path) -> None:
+    keys = ["train.zero_stage=3", "reasoning.rl.kl_weight=0.1"]
+    with pytest.raises(ConfigError, match=r"kl_weight(.|\n)*0 under ZeRO-3 with reasoning\.rollout_weights=sharded"):
+        Config.from_yaml(reasoning, keys)
+    assert Config.from_yaml(reasoning, [*keys, "reasoning.rollout_weights=copied"])
+    with pytest.raises(ConfigError, match=r"kl_weight(.|\n)*0 with train\.expert_parallel=2"):
+        Config.from_yaml(reasoning, ["reasoning.rl.objective=grpo", "train.expert_parallel=2"])
