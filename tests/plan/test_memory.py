@@ -62,7 +62,7 @@ def measured_bytes(name: str, phase: str, *overrides: str) -> int:
 
 # What the phase policy takes at its highest: of its rollouts, or of its update.
 POLICY = {
-    "rollouts": ["reasoning.phases.policy.micro_batch=4", "reasoning.phases.policy.episodes=8"],
+    "rollouts": ["reasoning.phases.policy.micro_batch=4"],
     "update": ["reasoning.phases.policy.micro_batch=64", "reasoning.phases.policy.rollout_rows=8"],
 }
 
@@ -71,8 +71,8 @@ POLICY = {
 @pytest.mark.parametrize("moment", POLICY)
 def test_the_estimate_of_a_phase_is_within_a_tenth_of_the_measured_peak(moment: str) -> None:
     # With the likelihood as reward the rollouts of a group differ, and it is not dropped.
-    agent = ["reasoning.agent={task: agent, tokens: true, chunks: 3}", "reasoning.rl.reward=likelihood"]
-    overrides = [*POLICY[moment], *agent, "reasoning.chunk=64"]
+    agent = ["reasoning.agent={task: agent, tokens: true, chunks: 2}", "reasoning.rl.reward=likelihood"]
+    overrides = [*POLICY[moment], *agent, "reasoning.chunk=128", "reasoning.memory.tokens=8", "model.layers=2"]
     (phase,) = phases_of(config_of("cdrmix-reason-tiny", *overrides), "cpu", 1, ["policy"])
     assert phase.moment == moment
     measured = measured_bytes("cdrmix-reason-tiny", "policy", *overrides)
