@@ -28,7 +28,7 @@ def train(options: argparse.Namespace) -> int:
 
         status = _print_plan(config, None, processes, False)
         open_inputs(config)  # a missing input would stop the run too
-        _check_start(config)
+        _check_start(config, processes)
         return status
     if options.max_restarts and nodes.count > 1:
         raise ConfigError(
@@ -49,7 +49,7 @@ def train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_start(config: Config) -> None:
+def _check_start(config: Config, processes: int = 1) -> None:
     """Checks the weights to start from, and stage B, as far as that needs no prepared text."""
     if config.train.start_from is not None:
         from cdrmix.training.starting import check_start
@@ -58,7 +58,7 @@ def _check_start(config: Config) -> None:
     if config.reasoning is not None:
         from cdrmix.reason.stage_b import check_stage_b
 
-        check_stage_b(config)
+        check_stage_b(config, processes)
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -137,7 +137,7 @@ def _print_plan(config: Config, gpu: str | None, processes: int, as_json: bool) 
         check_gpu(torch.device("cuda", 0), config.train.precision)
     plan = make_plan(config, machine, processes, say=lambda text: print(text, file=sys.stderr, flush=True))
     print(json.dumps(plan.as_json(), indent=2, allow_nan=False) if as_json else plan_table(plan))
-    return ConfigError.exit_code if plan.fit.fits is False else 0
+    return ConfigError.exit_code if plan.fits is False else 0
 
 
 def params(options: argparse.Namespace) -> int:

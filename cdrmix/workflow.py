@@ -43,6 +43,7 @@ from cdrmix.model.loss import LossModule
 from cdrmix.plan.fit import check_memory
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.parameters import count_parameters
+from cdrmix.plan.stage_b_fit import check_phases
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.demo import demonstrate
 from cdrmix.reason.evaluation import evaluate_stage_b
@@ -102,7 +103,8 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     if resume is None:
         check_start(config)
         if stage_b:
-            check_stage_b(config)
+            check_stage_b(config, world.size)
+            _first_process(world, lambda: check_phases(config, world.size, to_standard_error))
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.locked()))
@@ -305,8 +307,7 @@ def _train_stage_b(
         if loaded.step == config.train.steps:  # stage B must not make this worse
             figures = measure(loaded, shards, config).as_json()
             run.update_summary({"held_out_before": figures, "held_out_before_step": loaded.step})
-    phases = ", ".join(f"{span.name} {span.section.steps}" for span in spans(config))
-    run.say(f"Stage B, steps by phase: {phases}")
+    run.say("Stage B, steps by phase: " + ", ".join(f"{span.name} {span.section.steps}" for span in spans(config)))
     result = train_stage_b(config, run, shards, callbacks=callbacks, mirror=mirror)
     run.update_summary({"stage_b": {"step": result.step, "seconds": result.seconds}})
 

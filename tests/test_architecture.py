@@ -54,6 +54,7 @@ OWNERS = {
         "cdrmix/training/expert_parallel.py",  # its process groups, and the class by which it knows a layer
         "cdrmix/training/model_weights.py",  # it gathers a parameter that ZeRO-3 has partitioned
         "cdrmix/training/sharded_construction.py",  # it partitions one, before there is an engine
+        "cdrmix/training/gathered.py",  # weights that stay gathered while parts of a model are called
     },
     "triton": {"kernels"},
     "numba": {"kernels", "cdrmix/data/packing.py", "cdrmix/data/curriculum.py"},  # one loop each: best fit, fair shares

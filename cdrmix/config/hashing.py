@@ -29,6 +29,7 @@ NOT_HASHED: dict[str, Any] = {
         "hyperparameters": True,
         "tokens_per_parameter": True,
     },  # of the last two the keys that they set are hashed
+    "reasoning": {"rollout_weights"},
     "logging": True,
     "export": True,
     "evaluation": True,

@@ -315,6 +315,10 @@ class Reasoning(Section):
     carry: Literal["all", "fast"] = "all"
     """State that is carried from step to step. all: the states of the mixers and the fast weights. fast: the fast
     weights only."""
+    rollout_weights: Literal["sharded", "copied"] = "sharded"
+    """Weights that make rollouts under ZeRO-3. sharded: those of the training, of which each layer is gathered for
+    every token. copied: a copy of the whole model in every process, 4 bytes for each parameter; faster, with the same
+    results."""
     plastic_lora: PlasticLora
     controller: Controller
     memory: Memory

@@ -22,9 +22,25 @@ def _expert_parallel(processes: int, experts: int, kind: str) -> str | None:
     return f"must divide model.feed_forward.experts={experts}" if experts % processes else None
 
 
-def _rollouts(processes: int, *steps: int) -> str | None:
-    if processes > 1 and any(steps):
-        return "1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens"
+def _rollouts(weights: str, processes: int) -> str | None:
+    if weights == "copied" and processes > 1:
+        return f"sharded with train.expert_parallel={processes}, whose processes need one another in every pass"
+    return None
+
+
+def _reference(
+    kl_weight: float | None, objective: str, steps: int, weights: str, zero_stage: int | str, offload: str, experts: int
+) -> str | None:
+    divided = zero_stage == 3 or (zero_stage == "auto" and offload == "all")
+    if not steps or kl_weight == 0 or (kl_weight is None and objective != "grpo"):
+        return None
+    if experts > 1:
+        return f"0 with train.expert_parallel={experts}: the model that the divergence is from would be a copy"
+    if divided and weights == "sharded":
+        return (
+            "0 under ZeRO-3 with reasoning.rollout_weights=sharded: the model that the divergence is from would be a "
+            "copy; set that to copied"
+        )
     return None
 
 
@@ -151,12 +167,13 @@ def _one_with(processes: int, reasons: Mapping[str, bool]) -> str | None:
 
 RULES = (
     Rule(("train.expert_parallel", "model.feed_forward.experts", "model.feed_forward.kind"), _expert_parallel),
+    Rule(("reasoning.rollout_weights", "train.expert_parallel"), _rollouts),
     Rule(
         (
-            "train.expert_parallel",
-            *(f"reasoning.phases.{name}.steps" for name in ("acceptance", "policy", "operations")),
+            *("reasoning.rl.kl_weight", "reasoning.rl.objective", "reasoning.phases.policy.steps"),
+            *("reasoning.rollout_weights", "train.zero_stage", "train.offload", "train.expert_parallel"),
         ),
-        _rollouts,
+        _reference,
     ),
     Rule(("train.sequence_parallel", "data.row_length"), _slices),
     Rule(("train.sequence_parallel", "model.mixer_layers", "model.feed_forward.kind"), _of_plugins),

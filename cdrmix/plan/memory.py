@@ -69,7 +69,7 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     # In a step with one micro-batch, gradients are allocated while activations are freed: the trace includes them.
     elsewhere = FP32 * elsewhere if stage < 2 and accumulation == 1 else 0
     parts += passes(config, step, elsewhere=elsewhere, at_once=min(train.pipeline_parallel, accumulation))
-    parts += _buffers(stage, config, here, processes)
+    parts += buffers(stage, config, here, processes)
     gathered = checkpoint_bytes(train, processes, everywhere, orthogonalised, everywhere - divided)
     if train.pipeline_parallel > 1:  # for the evaluation at the end
         gathered = max(gathered, FP32 * stored.total_stored)
@@ -77,13 +77,25 @@ def memory_of(config: Config, platform: Platform, processes: int) -> MemoryPlan:
     return memory_plan(parts, step, platform, processes, host_bytes)
 
 
-def _buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[Component]:
+def buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[Component]:
+    """Messages, and what ZeRO-3 gathers. here: parameters of a process, before ZeRO partitions them."""
     if processes == config.train.parts and stage == 0:
         return
     if stage < 3:
         held = IN_FLIGHT if stage < 2 else 1
         yield Component("buffers", held * FP32 * min(BUCKET, here), "buckets of gradients to be reduced")
         return
+    largest = largest_module(config)
+    live = min(here, max(MOST_LIVE, largest))
+    why = "gathered weights, and gradients of the largest module"
+    yield Component("gathered", FP32 * (live + largest), why)
+    yield Component(
+        "buffers", 2 * FP32 * min(BUCKET, here), "prefetch buckets of weights and reduction buckets of gradients"
+    )
+
+
+def largest_module(config: Config) -> int:
+    """Parameters of the module that has most of them: a layer's experts, or a table."""
     model, ffn = config.cdrmix_model, config.cdrmix_model.feed_forward
     widening = 3 if ffn.activation == "swiglu" else 2
     largest = widening * model.d_model * ffn.hidden
@@ -91,10 +103,4 @@ def _buffers(stage: int, config: Config, here: int, processes: int) -> Iterator[
         largest *= ffn.experts // config.train.expert_parallel
         if ffn.dense_layers:
             largest = max(largest, widening * model.d_model * ffn.dense_width)
-    largest = max(largest, model.vocab_size * model.d_model) // config.train.tensor_parallel
-    live = min(here, max(MOST_LIVE, largest))
-    why = "gathered weights, and gradients of the largest module"
-    yield Component("gathered", FP32 * (live + largest), why)
-    yield Component(
-        "buffers", 2 * FP32 * min(BUCKET, here), "prefetch buckets of weights and reduction buckets of gradients"
-    )
+    return max(largest, model.vocab_size * model.d_model) // config.train.tensor_parallel

@@ -120,6 +120,11 @@ def _skips(config: Model, name: str) -> bool:
     )
 
 
+def is_expert(model: LanguageModel, name: str) -> bool:
+    """Whether train.expert_parallel divides a parameter."""
+    return name.split(".")[2:3] == ["feed_forward"] and _part(model, name) == "experts"
+
+
 def _part(model: LanguageModel, name: str) -> str:
     parts = name.split(".")
     if parts[0] in ("embedding", "head", "prediction"):

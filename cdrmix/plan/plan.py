@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cdrmix.config.schema import Config, Model, Train
 from cdrmix.plan.components import FP32, micro_batches
-from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, estimate_note, fit, nothing_fits
+from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, Remedy, estimate_note, fit, nothing_fits
 from cdrmix.plan.flops import TokenFlops, training_flops_per_token
 from cdrmix.plan.foreign import foreign_size
 from cdrmix.plan.machine import Machine
 from cdrmix.plan.optimizer import optimizer_size
 from cdrmix.plan.parameters import count_parameters
+from cdrmix.plan.stage_b import TEXT_TOKENS
+from cdrmix.plan.stage_b_fit import PhaseFit, fit_phases
 from cdrmix.training.zero import zero_stage
 
 PROCESSES_PER_HOST = 8
@@ -51,9 +53,8 @@ class Disk:
 
 @dataclass(frozen=True)
 class Plan:
-    """The resources of stage A of a configuration on a machine. tokens: in total. zero_stage: with `auto` resolved.
-
-    sharded: no process has the whole model while it is trained.
+    """The resources of a configuration on a machine: of stage A, and the memory of the phases of stage B. tokens: in
+    total. zero_stage: with `auto` resolved. sharded: no process has the whole model while it is trained.
     """
 
     name: str
@@ -67,6 +68,12 @@ class Plan:
     disk: Disk
     notes: tuple[str, ...]
     sharded: bool
+    phases: tuple[PhaseFit, ...] = ()
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether both stages fit; None if the memory of the machine is unknown."""
+        return None if self.fit.fits is None else self.fit.fits and all(each.fits for each in self.phases)
 
     def as_json(self) -> dict[str, Any]:
         """The plan as plain data: sizes in bytes, rates per second, unknown values null."""
@@ -81,13 +88,21 @@ class Plan:
                 "total": self.fit.memory.total,
                 "limit": self.fit.limit,
                 "fits": self.fit.fits,
-                "would_fit": [
-                    {"settings": list(remedy.settings), "processes": remedy.processes, "bytes": remedy.bytes}
-                    for remedy in self.fit.remedies
-                ],
+                "would_fit": [_remedy_json(remedy) for remedy in self.fit.remedies],
                 "activations_by_operator": self.fit.memory.saved_by_operator,
                 "host_bytes": self.fit.memory.host_bytes,
             },
+            "phases": [
+                {
+                    "name": each.phase.name,
+                    "moment": each.phase.moment,
+                    "components": [dataclasses.asdict(part) for part in each.phase.memory.components],
+                    "total": each.phase.memory.total,
+                    "fits": each.fits,
+                    "would_fit": [_remedy_json(remedy) for remedy in each.remedies],
+                }
+                for each in self.phases
+            ],
             "flops_per_token": dataclasses.asdict(self.flops)
             | {"total": self.flops.total, "executed": self.flops.executed},
             "tokens": self.tokens,
@@ -97,8 +112,12 @@ class Plan:
         }
 
 
+def _remedy_json(remedy: Remedy) -> dict[str, Any]:
+    return {"settings": list(remedy.settings), "processes": remedy.processes, "bytes": remedy.bytes}
+
+
 def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[str], None]) -> Plan:
-    """The plan of stage A on `processes` processes with one such device each. say: receives progress messages."""
+    """The plan of a run on `processes` processes with one such device each. say: receives progress messages."""
     train = config.train
     flops = training_flops_per_token(config)
     tokens = train.batch_sizes.before(train.steps) * config.data.row_length
@@ -115,10 +134,13 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
             "The main memory includes the state that train.offload moves. The time does not include its transfers and "
             "the updates on the CPU."
         )
+    phases: tuple[PhaseFit, ...] = ()
     if config.reasoning is not None:
         notes.append(
-            "The plan is for stage A only. The phases of stage B are shorter, and their rollouts need more memory."
+            "Operations, time and disk are those of stage A. Stage B's questions and answers of text without "
+            f"question_tokens and answer_tokens are assumed to have {TEXT_TOKENS} tokens."
         )
+        phases = tuple(fit_phases(config, machine, processes, say))
     return Plan(
         config.run.name,
         machine,
@@ -130,9 +152,8 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
         _speed(flops, tokens, machine, processes, pipeline_share(train, processes)),
         _disk(config, tokens),
         tuple(notes),
-        (zero_stage(train, processes) == 3 or train.pipeline_parallel > 1)
-        and isinstance(config.model, Model)
-        and config.reasoning is None,
+        (zero_stage(train, processes) == 3 or train.pipeline_parallel > 1) and isinstance(config.model, Model),
+        phases,
     )
 
 
@@ -179,15 +200,9 @@ def plan_table(plan: Plan) -> str:
     lines = [f"{plan.name} on {plan.processes} x {machine.name}, ZeRO stage {plan.zero_stage}", f"  {machine.source}"]
     lines += ["", "Memory of a process, GB (10^9 bytes)"]
     lines += [f"  {part.name:<14}{_gb(part.bytes)}   {part.why}" for part in memory.components]
-    lines.append(f"  {'total':<14}{_gb(memory.total)}   {_verdict(plan)}")
+    lines.append(f"  {'total':<14}{_gb(memory.total)}   {_verdict(plan, plan.fit.fits)}")
     if plan.fit.remedies:
-        lines.append("  what would fit:")
-        for remedy in plan.fit.remedies:
-            settings = [
-                *remedy.settings,
-                *([f"--gpus {remedy.processes}"] if remedy.processes != plan.processes else []),
-            ]
-            lines.append(f"    {' '.join(settings):<72}{_gb(remedy.bytes)}")
+        lines += _remedy_lines(plan, plan.fit.remedies)
     elif plan.fit.fits is False:
         lines += textwrap.wrap(nothing_fits(), 98, initial_indent="  ", subsequent_indent="  ")
     if memory.host_bytes:
@@ -198,6 +213,7 @@ def plan_table(plan: Plan) -> str:
         elif plan.sharded:
             what = "in the first process, which has the whole model to evaluate and export it at the end"
         lines.append(f"  {'main memory':<14}{_gb(memory.host_bytes)}   {what}")
+    lines += _phase_lines(plan)
     saved = [(name, size) for name, size in memory.saved_by_operator.items() if size >= 0.01 * memory.total]
     lines += ["", "Saved for the backward pass, GB, by operator"]
     lines += [f"  {name:<44}{_gb(size)}" for name, size in saved] or ["  none has 1 % of the total"]
@@ -231,12 +247,42 @@ def plan_table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _verdict(plan: Plan) -> str:
+def _remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> list[str]:
+    lines = ["  what would fit:"]
+    for remedy in remedies:
+        settings = [*remedy.settings, *([f"--gpus {remedy.processes}"] if remedy.processes != plan.processes else [])]
+        text = " ".join(settings)
+        if len(text) > 72:
+            lines += [f"    {each}" for each in settings[:-1]]
+            text = settings[-1]
+        lines.append(f"    {text:<72}{_gb(remedy.bytes)}")
+    return lines
+
+
+def _phase_lines(plan: Plan) -> list[str]:
+    """The total of every phase of stage B, the parts of the one that needs most, and what would fit."""
+    if not plan.phases:
+        return []
+    lines = ["", "Memory of a process in the phases of stage B, GB"]
+    most = max(plan.phases, key=lambda each: each.phase.memory.total)
+    for each in plan.phases:
+        what = "" if each.phase.work is None else f": {each.phase.work.what}"
+        lines.append(f"  {each.phase.name:<22}{each.phase.memory.total / 1e9:>9,.3f}   {each.phase.moment}{what}")
+        if each.fits is False:
+            nothing = ["    does not fit; neither fewer rows nor more processes are sufficient"]
+            lines += _remedy_lines(plan, each.remedies) if each.remedies else nothing
+    lines.append(f"  most: {most.phase.name}, {most.phase.moment}")
+    lines += [f"  {part.name:<14}{_gb(part.bytes)}   {part.why}" for part in most.phase.memory.components]
+    lines.append(f"  {'total':<14}{_gb(most.phase.memory.total)}   {_verdict(plan, most.fits)}")
+    return lines
+
+
+def _verdict(plan: Plan, fits: bool | None) -> str:
     if plan.fit.limit is None:
         return "unknown whether it fits: the memory of the machine is unknown"
     assert plan.machine.memory_bytes is not None
     limit = f"{plan.fit.limit / 1e9:,.2f}, {MAX_MEMORY_SHARE:.0%} of {plan.machine.memory_bytes / 1e9:,.2f}"
-    return f"fits into {limit}" if plan.fit.fits else f"DOES NOT FIT into {limit}"
+    return f"fits into {limit}" if fits else f"DOES NOT FIT into {limit}"
 
 
 def _gb(size: int) -> str:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config, Model, Train
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
@@ -125,6 +125,8 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
     linear between the top and the bottom of the model, and its maximum is at one of the two.
     """
     train, model = config.train, config.cdrmix_model
+    if zero_stage == 3:  # below it `memory` subtracts what the experts of other ranks need
+        model = with_experts_of_a_rank(model, train)
     # Only these keys affect the trace; other keys must not cause another trace.
     traced = _TraceInput(
         model,
@@ -141,8 +143,8 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
     )
     layers = -(-model.layers // train.pipeline_parallel)
     if layers < model.layers:
-        traced = dataclasses.replace(traced, model=traced.of_layers(layers))
-    period = _period(traced.model)
+        traced = dataclasses.replace(traced, model=with_layers(model, layers))
+    period = period_of(traced.model)
     if layers <= FULL_TRACE_LAYERS or period is None:
         return _trace(traced.key(layers), traced).micro_batch()
     fewer = period * max(2, 8 // period)  # each half has at least one whole period
@@ -182,11 +184,21 @@ class _TraceInput:
         """Equal inputs have the same key."""
         return f"{layers} {self}"
 
-    def of_layers(self, layers: int) -> Model:
-        listed = {kind: [i for i in chosen if i < layers] for kind, chosen in self.model.mixer_layers.items()}
-        dense = [layer for layer in self.model.feed_forward.dense_layers if layer < layers]
-        feed_forward = self.model.feed_forward.model_copy(update={"dense_layers": dense})
-        return self.model.model_copy(update={"layers": layers, "mixer_layers": listed, "feed_forward": feed_forward})
+
+def with_experts_of_a_rank(model: Model, train: Train) -> Model:
+    """The model with the experts that a rank holds with train.expert_parallel; at least top_k, so that it can route."""
+    experts = max(model.feed_forward.top_k, model.feed_forward.experts // train.expert_parallel)
+    if model.feed_forward.kind != "moe" or experts >= model.feed_forward.experts:
+        return model
+    return model.model_copy(update={"feed_forward": model.feed_forward.model_copy(update={"experts": experts})})
+
+
+def with_layers(model: Model, layers: int) -> Model:
+    """The model with its first layers alone."""
+    listed = {kind: [i for i in chosen if i < layers] for kind, chosen in model.mixer_layers.items()}
+    dense = [layer for layer in model.feed_forward.dense_layers if layer < layers]
+    feed_forward = model.feed_forward.model_copy(update={"dense_layers": dense})
+    return model.model_copy(update={"layers": layers, "mixer_layers": listed, "feed_forward": feed_forward})
 
 
 def _extended(fewer: _TraceResult, more: _TraceResult, steps: float) -> _TraceResult:
@@ -200,7 +212,7 @@ def _extended(fewer: _TraceResult, more: _TraceResult, steps: float) -> _TraceRe
     return _TraceResult(saved, line(fewer.copies, more.copies), *peaks)
 
 
-def _period(model: Model) -> int | None:
+def period_of(model: Model) -> int | None:
     """The period of the layers; None if there is none of at most MAX_PERIOD."""
     skipping = [model.skips(layer, "mixer") for layer in range(model.layers)]
     kinds = list(zip(model.mixers, model.feed_forwards, skipping, strict=True))
@@ -228,7 +240,7 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
     with torch.device("meta"):
         model = LossModel(
             LanguageModel(
-                traced.of_layers(layers),
+                with_layers(traced.model, layers),
                 activation_checkpointing=traced.checkpointing,
                 narrow_residual=traced.narrow_residual,
             ),

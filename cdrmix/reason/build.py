@@ -10,6 +10,7 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError
 from cdrmix.inference.checkpoints import state_dict_mismatch
 from cdrmix.inference.load import HEADS, Loaded
+from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent import imitation as _imitation  # noqa: F401  # these register their phases
 from cdrmix.reason.agent import policy as _policy  # noqa: F401
@@ -25,18 +26,21 @@ from cdrmix.reason.sources import source_of
 from cdrmix.training.build import narrow_residual
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.expert_parallel import expert_layer
+from cdrmix.training.sharded_construction import partitioner
 
 
-def build_model(config: Config) -> StageBModel:
-    """Stage B's model, initialised from torch's global generator, with the experts of this process."""
+def build_model(config: Config, *, whole: bool = False) -> StageBModel:
+    """Stage B's model, initialised from torch's global generator: with the experts of this process, and under ZeRO-3
+    with its partitions of the language model's weights. whole: with all weights."""
     reasoning = config.reasoning
     assert reasoning is not None
     language_model = LanguageModel(
         config.cdrmix_model,
         activation_checkpointing=config.train.activation_checkpointing,
-        experts=expert_layer(config),
+        experts=MoeFeedForward if whole else expert_layer(config, equal_tokens=False),
         reasoning=reasoning,
         narrow_residual=narrow_residual(config),
+        partition=None if whole else partitioner(config),
     )
     return with_heads(language_model, config.cdrmix_model, reasoning)
 
@@ -64,6 +68,16 @@ def with_heads(language_model: LanguageModel, config: Model, reasoning: Reasonin
     )
 
 
+def replayed(reasoning: Reasoning, name: str) -> list[str]:
+    """What a phase trains on beside its own data: text, or other phases by name."""
+    phases = reasoning.phases
+    replay: list[str] = list(getattr(phases, name).replay)
+    if name != "joint":
+        return replay
+    trained = [other for other in ("plasticity", "policy") if getattr(phases, other).steps]
+    return list(dict.fromkeys(["text", *trained, *replay]))
+
+
 def make_phase(
     name: str,
     config: Config,
@@ -75,11 +89,7 @@ def make_phase(
     """A phase by its name in `reasoning.phases`, with the data that it replays. passed_over: rows, as of Progress."""
     reasoning = config.reasoning
     assert reasoning is not None
-    phases = reasoning.phases
-    replay: list[str] = list(getattr(phases, name).replay)
-    if name == "joint":
-        trained = [other for other in ("plasticity", "policy") if getattr(phases, other).steps]
-        replay = list(dict.fromkeys(["text", *trained, *replay]))
+    replay = replayed(reasoning, name)
 
     def sources(section: EpisodesOfTask) -> EpisodeSource:
         return source_of(section, reasoning.chunk, tokenizer)

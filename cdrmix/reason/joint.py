@@ -35,7 +35,9 @@ class JointPhase:
         self.name, self.own, self.replay = name, own, tuple(replay)
         self._loader, self._first = loader, config.train.steps
         self._share = config.train.micro_batch_rows / config.train.batch_rows  # of one micro-batch, over all processes
-        self.rolls_out = any(phase.rolls_out for phase in ([] if own is None else [own]) + list(replay))
+        phases = [*([] if own is None else [own]), *replay]
+        self.rolls_out = any(phase.rolls_out for phase in phases)
+        self.passes_vary = any(phase.passes_vary for phase in phases)
         self.measures: tuple[str, ...] = () if own is None else tuple(own.measures)
         self._text = len(self.measures)
         self.measures += TEXT if loader is not None else ()

@@ -8,6 +8,7 @@ from torch import nn
 
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.heads import ControllerHeads, OperationHeads, Summariser
+from cdrmix.reason.lockstep import Lockstep
 from cdrmix.training.objective import Outcome
 
 
@@ -15,7 +16,10 @@ class StageBModel(nn.Module):
     """A language model and the heads that read its hidden states; `forward` evaluates a phase's loss on it.
 
     One module, and therefore one engine, serves every phase: the phase gives the computation of a micro-batch.
+    lockstep: of the processes that train it. A phase enters it around forward passes whose number depends on its data.
     """
+
+    lockstep = Lockstep()
 
     def __init__(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -13,6 +13,7 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
 from cdrmix.reason.episodes import EpisodeSource
+from cdrmix.reason.lockstep import Lockstep
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.registry import Registry
 from cdrmix.training.callbacks import Callback
@@ -37,7 +38,12 @@ class Phase(Protocol):
 
     @property
     def rolls_out(self) -> bool:
-        """Whether `losses` runs the model, which therefore must have all its weights in every process."""
+        """Whether `losses` runs the model. It does so within `model.lockstep`, and gives the same number of
+        micro-batches in every process, or fewer in some."""
+
+    @property
+    def passes_vary(self) -> bool:
+        """Whether a loss makes a number of passes of the language model that depends on its data; otherwise one."""
 
     def trains(self, parameter: str) -> bool:
         """Whether this phase changes a parameter, named as in a StageBModel."""
@@ -84,37 +90,67 @@ def phase_config(config: Config, section: PhaseSection | None = None) -> Config:
 class PhaseObjective:
     """A phase as the trainer's objective.
 
-    Under ZeRO-3 the forward passes of the trained model are collectives, so all processes must make the same number of
-    them. Rollouts differ in length between processes, and are therefore made by a copy of the model with all weights,
-    in the phases that have them.
+    needs_others: whether a forward pass of the model needs all processes (`lockstep.py`). copy: a model of the same
+    structure, whole in every process, that makes the rollouts in place of the trained one; each of its passes gathers
+    nothing.
     """
 
     balances_routers = False
 
-    def __init__(self, phase: Phase, model: StageBModel, world: DistributedContext, *, copied: bool) -> None:
-        self._phase, self._model, self._world = phase, model, world
-        self._rollout_model = copy.deepcopy(model).to(world.device) if copied and phase.rolls_out else model
+    def __init__(
+        self,
+        phase: Phase,
+        model: StageBModel,
+        world: DistributedContext,
+        *,
+        needs_others: bool = False,
+        copy: StageBModel | None = None,
+    ) -> None:
+        self._phase, self._model, self._world, self._copy = phase, model, world, copy
+        self._lockstep = Lockstep(world if needs_others and world.size > 1 else None)
+        if copy is None:
+            model.lockstep = self._lockstep
+        self._gathers = False  # whether `engine` has been told what a loss whose passes vary needs
         self.phase: str | None = phase.name
         self.measures = phase.measures
 
     def micro_batches(self, engine: Engine, step: int) -> Sequence[Loss]:
         """Rolls out if the phase does, and gives the same number of micro-batches in every process."""
-        model, copied = self._rollout_model, self._rollout_model is not self._model
-        if copied:
-            engine.copy_weights(model)
+        model = self._model if self._copy is None else self._copy
+        if self._copy is not None:
+            engine.copy_weights(self._copy)
         model.eval()  # rollouts without dropped tokens and router jitter
-        with engine.module.precision():
+        calls_parts = self._phase.rolls_out and self._copy is None
+        gathering = engine.gathering.of_parts(model, outside_blocks(model)) if calls_parts else nullcontext()
+        with engine.module.precision(), gathering, torch.no_grad():
             losses = self._phase.losses(model, step, self._world.rank, self._world.size)
         model.train()
-        if copied:  # buffers that the phase sets
+        if self._copy is not None:  # buffers that the phase sets
             for buffer, changed in zip(self._model.buffers(), model.buffers(), strict=True):
                 buffer.copy_(changed)
         return _padded(losses, self._world)
 
     def forward(self, engine: Engine, micro_batch: Loss, *, last: bool) -> Outcome:
         """The phase's loss on the engine's model."""
-        outcome: Outcome = engine.evaluate(micro_batch, last=last)
+        varies = self._phase.passes_vary and self._lockstep.world is not None
+        if varies and not self._gathers:
+            engine.gathering.gather_first(self._model, outside_blocks(self._model))
+            self._gathers = True
+        outcome: Outcome = engine.evaluate(self._together(engine, micro_batch) if varies else micro_batch, last=last)
         return outcome
+
+    def _together(self, engine: Engine, micro_batch: Loss) -> Loss:
+        """The loss with the passes of the process that makes most of them, and gradients of all parameters."""
+
+        def loss(model: StageBModel) -> Outcome:
+            engine.gathering.forget_trace()
+            with self._lockstep(model.language_model) as further:
+                outcome = micro_batch(model)
+            heads = [each for name, each in model.named_parameters() if not name.startswith("language_model.")]
+            unused = [*further, *(each for each in heads if each.requires_grad)]
+            return outcome._replace(total=outcome.total + sum(0.0 * each.float().sum() for each in unused))
+
+        return loss
 
     def update(self, engine: Engine, totals: StepTotals) -> None:
         """Does nothing: a phase trains by gradients alone."""
@@ -154,6 +190,11 @@ def _padded(losses: list[Loss], world: DistributedContext) -> list[Loss]:
     return losses + [nothing] * missing
 
 
+def outside_blocks(model: StageBModel) -> list[nn.Parameter]:
+    """The parameters of the tables, the norms and the heads: of modules that a phase calls by themselves."""
+    return [each for name, each in model.named_parameters() if not name.startswith("language_model.blocks.")]
+
+
 def freeze(model: nn.Module, phase: Phase) -> None:
     """Sets requires_grad for the parameters that the phase trains, and clears it for all others."""
     trained = False
@@ -176,7 +217,7 @@ def train_alone(
     engine = make_engine(config, model, world)
     history = _History(phase.name, config.train.steps, say)
     threads = ThreadChoice([torch.get_num_threads()], print)
-    objective = PhaseObjective(phase, model, world, copied=False)
+    objective = PhaseObjective(phase, model, world)
     Trainer(config.train, engine, objective, threads, callbacks=[history]).fit()
     return history.records
 

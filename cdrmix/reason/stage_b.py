@@ -31,7 +31,7 @@ from cdrmix.inference.rwkv_files import check_model, is_weights_file
 from cdrmix.reason.agent.policy import PolicyPhase
 from cdrmix.reason.build import build_model, make_phase
 from cdrmix.reason.joint import JointPhase
-from cdrmix.reason.phase import Phase, PhaseObjective, freeze, phase_config
+from cdrmix.reason.phase import Phase, PhaseObjective, freeze, phase_config, reasoning_of
 from cdrmix.reason.sources import check_episodes
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
@@ -78,10 +78,32 @@ def spans(config: Config) -> list[Span]:
     return phases
 
 
-def check_stage_b(config: Config) -> None:
-    """Checks stage B before training. Raises ConfigError for a missing backbone, one of another model, and impossible
-    episodes; CheckpointError for a file without a whole model."""
+def check_stage_b(config: Config, processes: int = 1) -> None:
+    """Checks stage B before training. Raises ConfigError for a missing backbone, one of another model, for impossible
+    episodes, and for episodes that cannot be divided among the processes; CheckpointError for a file without a whole
+    model."""
     assert config.reasoning is not None
+    for name, section in config.reasoning.phases:
+        if not section.steps or name == "joint":  # which has the episodes of other phases
+            continue
+        if section.episodes % processes and name in ("acceptance", "policy", "operations"):
+            raise ConfigError(
+                f"reasoning.phases.{name}.episodes is {section.episodes}; it must be a multiple of the {processes} "
+                "processes (--nproc), since each makes the rollouts of as many"
+            )
+        if section.episodes < processes:
+            raise ConfigError(
+                f"reasoning.phases.{name}.episodes is {section.episodes}; each of the {processes} processes (--nproc) "
+                "needs one"
+            )
+    divided = config.train.expert_parallel > 1 and zero_stage(config.train, processes) in (1, 2)
+    for name, section in config.reasoning.phases if divided else ():
+        own = name in ("plasticity", "operations", "operations_imitation") and section.train == "own"
+        if section.steps and (own or name == "acceptance"):
+            raise ConfigError(
+                f"train.expert_parallel: phase {name} trains no expert, which DeepSpeed refuses at ZeRO stages 1 and "
+                "2; set train.zero_stage to 0 or 3"
+            )
     backbone = config.reasoning.backbone
     if backbone and not Path(backbone).exists():
         allowed = "a run, a checkpoint, an export, or a file of RWKV-7 weights"
@@ -167,15 +189,20 @@ def _train_phase(
     model = build_model(config)
     phase = make_phase(span.name, config, shards.tokenizer, shards, world, progress.passed_over)
     freeze(model, phase)
-    fresh = {name.removeprefix("language_model."): tensor.clone() for name, tensor in model.state_dict().items()}
-    objective = PhaseObjective(phase, model, world, copied=zero_stage(config.train, world.size) == 3)
+    gathers = zero_stage(config.train, world.size) == 3
+    copy = None
+    if gathers and phase.rolls_out and reasoning_of(config).rollout_weights == "copied":
+        with torch.random.fork_rng(devices=[]):
+            copy = build_model(config, whole=True).to(world.device)
+    needs_others = gathers or config.train.expert_parallel > 1
+    objective = PhaseObjective(phase, model, world, needs_others=needs_others, copy=copy)
     engine = make_engine(of_phase, model, world)
     if progress.step > span.first:
         assert newest is not None
         progress = load_checkpoint(engine, newest, config, fingerprints(shards))
         run.say(f"{span.name}: continues after step {progress.step} ({newest.name})")
     else:
-        _begin(engine, weights, fresh, newest, world)
+        _begin(engine, weights, newest, world)
     run.drop_metrics_after(progress.step)
     run.drop_records_after(progress.step)
     saver = Saver(engine, config, run, fingerprints(shards), latest=newest, mirror=mirror)
@@ -215,13 +242,11 @@ class _Rollouts(Callback):
             phase.shown = []
 
 
-def _begin(
-    engine: Engine, weights: dict[str, Tensor], fresh: dict[str, Tensor], origin: Path | None, world: DistributedContext
-) -> None:
+def _begin(engine: Engine, weights: dict[str, Tensor], origin: Path | None, world: DistributedContext) -> None:
     """Gives an engine the weights that a phase begins with; adapters and heads that are not there yet are new."""
-    problem = None
+    problem, fresh = None, engine.weights(wanted=is_new)
     if world.is_main_process:
-        new = {name: tensor for name, tensor in fresh.items() if is_new(name) and name not in weights}
+        new = {name: tensor for name, tensor in fresh.items() if name not in weights}
         other = {name for name in weights if is_new(name) and name not in fresh}  # heads that no phase here wants
         weights = {name: tensor for name, tensor in (weights | new).items() if name not in other}
         problem = state_dict_mismatch(weights, engine.shapes())

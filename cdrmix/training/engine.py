@@ -49,6 +49,7 @@ from cdrmix.training.deepspeed_config import BUCKET, accumulation, deepspeed_con
 from cdrmix.training.digests import Digests, digests
 from cdrmix.training.distributed import DistributedContext, any_threads
 from cdrmix.training.expert_parallel import expert_groups, is_expert_shard, total_norm
+from cdrmix.training.gathered import Gathering
 from cdrmix.training.master_weights import MasterWeights
 from cdrmix.training.model_weights import ModelWeights
 from cdrmix.training.muon import OrthogonalizedMomentum
@@ -116,6 +117,7 @@ class Engine:
             config=deepspeed_config(config, world),
             mpu=parallel,
         )
+        self.gathering = Gathering(self._engine.optimizer if self.stage == 3 else None)
         self._last = False  # the current micro-batch ends the update
         self._partitions = Partitions(self._engine.optimizer, self.stage) if self.stage > 0 else None
         masters: MasterWeights | None = None
@@ -340,12 +342,13 @@ class Engine:
                 for flat in zero.fp32_partitioned_groups_flat:
                     flat.grad.zero_()
 
-    def weights(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
+    def weights(self, keep: Keep = on_cpu, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
         """The fp32 weights on the CPU, with all experts and gathered under every ZeRO stage. {} except in rank 0.
 
-        The names are of the model's state_dict; with `base` those of the trained parameters. All ranks call.
+        The names are of the model's state_dict; with `base` those of the trained parameters. wanted: which of them.
+        All ranks call.
         """
-        return self._weights.whole(self._weights.local(), keep, spread=False)
+        return self._weights.whole(self._weights.local(), keep, spread=False, wanted=wanted)
 
     def weights_part(self, keep: Keep = on_cpu) -> dict[str, Tensor]:
         """This process's part of what `weights` returns: each tensor is in one process, under ZeRO-3 they are spread
@@ -353,11 +356,7 @@ class Engine:
         return self._weights.whole(self._weights.local(), keep, spread=True)
 
     def copy_weights(self, target: nn.Module) -> None:
-        """Copies all weights, gathered under every ZeRO stage, into a module of the same structure. All ranks call.
-
-        Processes may run different numbers of forward passes of the copy. Under ZeRO-3 those of the trained module are
-        collectives.
-        """
+        """Copies all weights, gathered under every ZeRO stage, into a module of the same structure. All ranks call."""
         self._weights.copy_to(target)
 
     def shapes(self) -> dict[str, list[int]]:

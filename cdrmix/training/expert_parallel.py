@@ -74,8 +74,11 @@ def expert_groups(config: Config) -> ExpertGroups | None:
     return ExpertGroups(name, ExpertGroup(group, dist.get_rank(group), size), copies)
 
 
-def expert_layer(config: Config) -> Callable[[Model], MoeFeedForward]:
-    """The constructor of a model's MoE layers: all experts, or with train.expert_parallel those of this rank."""
+def expert_layer(config: Config, *, equal_tokens: bool = True) -> Callable[[Model], MoeFeedForward]:
+    """The constructor of a model's MoE layers: all experts, or with train.expert_parallel those of this rank.
+
+    equal_tokens: whether the ranks have equally many tokens in each forward pass in training.
+    """
     groups = expert_groups(config)
     if groups is None:
         return MoeFeedForward
@@ -84,7 +87,7 @@ def expert_layer(config: Config) -> Callable[[Model], MoeFeedForward]:
     known: Any = type("KnownExpertParallelFeedForward", (ExpertParallelFeedForward, AutoEPMoELayer), {})
 
     def make(model: Model) -> MoeFeedForward:
-        layer: Any = ExpertParallelFeedForward(model, groups.experts)
+        layer: Any = ExpertParallelFeedForward(model, groups.experts, equal_tokens=equal_tokens)
         for name in EXPERT_PARAMETERS:
             parameter = getattr(layer, name)
             parameter.allreduce = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -79,17 +79,22 @@ class ModelWeights:
             return [flat.detach() for flat in self.masters.flat]
         return [self._held(parameter) for parameter in self._saved.values()]
 
-    def whole(self, local: Sequence[Tensor], keep: Keep, *, spread: bool) -> dict[str, Tensor]:
+    def whole(
+        self, local: Sequence[Tensor], keep: Keep, *, spread: bool, wanted: Callable[[str], bool] = lambda name: True
+    ) -> dict[str, Tensor]:
         """Whole float32 weights on the CPU, with all experts, and the buffers: each in one process.
 
         local: what `local` returned, or its average. keep: brings a tensor to the CPU. All ranks call.
         spread: under ZeRO-3 the parameters are spread over the ranks, and with a pipeline the first rank of each stage
             has those of the stage. Otherwise rank 0 has all of them.
+        wanted: of the names; the others are left out.
         One parameter at a time is whole on the device.
         """
         whole = {}
         owners = self._owners() if spread and self._stage == 3 else dict.fromkeys(self._saved, self._root)
         for number, (name, parameter) in enumerate(self._saved.items()):
+            if not wanted(name):
+                continue
             if self.masters is not None and parameter in self.masters:
                 mine = self.masters.whole(parameter, local)
             else:
@@ -105,7 +110,8 @@ class ModelWeights:
             if tensor is not None:
                 whole[name] = keep(name, tensor.detach())
         if self._world.rank == self._root:
-            whole |= {name: buffer.cpu().clone() for name, buffer in self._buffers.items() if not buffer.is_meta}
+            held = {name: buffer for name, buffer in self._buffers.items() if wanted(name) and not buffer.is_meta}
+            whole |= {name: buffer.cpu().clone() for name, buffer in held.items()}
         return whole if spread or self._stages is None else self._collected(whole)
 
     def _collected(self, of_stage: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -29,6 +29,23 @@ def test_the_plan_of_a_card_as_json(arguments: Arguments, capsys: pytest.Capture
     assert "assumed" in speed["source"]
 
 
+def test_the_plan_has_the_phases_of_stage_b(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(__file__).parents[2] / "configs" / "cdrmix-reason-tiny.yaml"
+    steps = dict.fromkeys(("plasticity", "imitation", "operations_imitation", "operations", "joint"), 0)
+    keys = ["model.layers=2", *(f"reasoning.phases.{name}.steps={count}" for name, count in steps.items())]
+    assert main(["plan", "--config", str(config), *keys, "--gpu", "h100", "--json"]) == 0
+    phases = json.loads(capsys.readouterr().out)["phases"]
+    assert [phase["name"] for phase in phases] == ["acceptance", "policy"]
+    for phase in phases:
+        assert phase["total"] == sum(part["bytes"] for part in phase["components"])
+        assert phase["fits"] is True
+    most = max(phases, key=lambda phase: phase["total"])
+    assert main(["plan", "--config", str(config), *keys, "--gpu", "h100"]) == 0
+    shown = capsys.readouterr().out
+    assert f"  most: {most['name']}, {most['moment']}" in shown
+    assert "Memory of a process in the phases of stage B, GB" in shown
+
+
 def test_the_plan_counts_the_rows_of_a_batch_warm_up(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
     plans = []
     for overrides in ((), ("train.batch_warmup={rows: 1, steps: 3}",)):  # 1, 1, 1, then 2 rows

@@ -273,12 +273,12 @@ BROKEN = {
         run.yaml:8: train.warmup_steps: found 500 (an integer)
             allowed: below train.steps=500""",
     ),
-    "rollouts under expert parallelism": (
+    "rollouts of a copy under expert parallelism": (
         "train:",
-        REASONING + ", phases: {policy: {steps: 3}}}\ntrain:\n  expert_parallel: 2",
+        REASONING + ", rollout_weights: copied}\ntrain:\n  expert_parallel: 2",
         """\
-        run.yaml:8: train.expert_parallel: found 2 (an integer)
-            allowed: 1 where a phase of reasoning.phases makes rollouts: processes end theirs at different tokens""",
+        run.yaml:6: reasoning.rollout_weights: found "copied" (a string)
+            allowed: sharded with train.expert_parallel=2, whose processes need one another in every pass""",
     ),
     "a phase that replays itself": (
         "train:",

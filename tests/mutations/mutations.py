@@ -346,6 +346,27 @@ MUTATIONS = (
     ),
     # stage B
     Mutation(
+        "lockstep: a process that has ended its rollouts does not wait for the others",
+        "cdrmix/reason/lockstep.py",
+        "        while self.world.any(False):\n",
+        "        while False:\n",
+        ("tests/training/test_lockstep.py::test_whoever_has_fewer_passes_makes_passes_of_one_token",),
+    ),
+    Mutation(
+        "lockstep: passes are not announced as such",
+        "cdrmix/reason/lockstep.py",
+        "        self.world.any(True)\n",
+        "        self.world.any(False)\n",
+        ("tests/training/test_lockstep.py::test_whoever_has_fewer_passes_makes_passes_of_one_token",),
+    ),
+    Mutation(
+        "rollouts under ZeRO-3: tables and heads are given up after their first use",
+        "cdrmix/training/gathered.py",
+        "parameter.ds_active_sub_modules.add(OURS)",
+        "parameter.ds_active_sub_modules.discard(OURS)",
+        ("tests/training/test_lockstep.py::test_the_sharded_model_rolls_out_as_a_copy_does",),
+    ),
+    Mutation(
         "controller: a row that rolls back keeps what it read",
         "cdrmix/reason/controller/controller.py",
         "parts.append(_part(Group(rows_R, before), ~commit_R))",

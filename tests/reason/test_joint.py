@@ -23,6 +23,7 @@ class Pull:
 
     measures = ("sum", "count")
     rolls_out = False
+    passes_vary = False
 
     def __init__(self, name: str, strength: float, trained: str = "") -> None:
         self.name, self.strength, self.trained = name, strength, trained

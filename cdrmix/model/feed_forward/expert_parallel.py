@@ -57,13 +57,13 @@ class ExpertParallelFeedForward(MoeFeedForward):
     Every rank routes its own tokens over all experts, so a rank's output is that of the whole layer for its tokens.
     The parameters have the values that the whole layer has. All ranks of the group call `forward`
     together. A rank without tokens does so too, because it computes rows of others. Where a capacity drops rows, in
-    training, all ranks have equally many tokens: then GPUs exchange as many rows as the capacity allows, and no rank
-    waits for counts.
+    training, and all ranks have equally many tokens, GPUs exchange as many rows as the capacity allows, and no rank
+    waits for counts. equal_tokens: whether they have.
     """
 
-    def __init__(self, config: Model, experts: ExpertGroup) -> None:
+    def __init__(self, config: Model, experts: ExpertGroup, *, equal_tokens: bool = True) -> None:
         super().__init__(config)
-        self.experts = experts
+        self.experts, self.equal_tokens = experts, equal_tokens
         mine = experts.share(torch.arange(config.feed_forward.experts, device="cpu"))
         for name in EXPERT_PARAMETERS:
             setattr(self, name, narrowed(getattr(self, name), 0, mine))
@@ -71,7 +71,7 @@ class ExpertParallelFeedForward(MoeFeedForward):
     def mix(self, x_TD: Tensor, routing: ops.Routing) -> Tensor:
         """The routed experts' weighted sum for each token, on whichever rank they are; [T, D] in the compute dtype."""
         capacity = self.router.capacity(len(x_TD))
-        if capacity is not None and not host_knows(x_TD):
+        if capacity is not None and self.equal_tokens and not host_knows(x_TD):
             capacity = min(capacity, len(x_TD))  # a token chooses an expert at most once
             if 0 < len(routing.counts_E) * capacity <= MOST_PADDING * len(routing.order_R):
                 return self._mix_padded(x_TD, routing, capacity)

@@ -151,6 +151,7 @@ class ImitationPhase:
 
     name = "imitation"
     rolls_out = False
+    passes_vary = False
     measures = ("loss", "right", "tokens")
 
     def __init__(self, config: Config, source: EpisodeSource) -> None:

@@ -110,6 +110,7 @@ class PolicyPhase:
 
     name = "policy"
     rolls_out = True
+    passes_vary = False
     measures = (*ROLLED_OUT, *OF_TOKENS)
 
     def __init__(self, config: Config, source: EpisodeSource) -> None:
@@ -148,10 +149,12 @@ class PolicyPhase:
         if self.settings.rollout_rows is not None:
             together = min(share, max(1, self.settings.rollout_rows // self.rl.group_size))
         generator = generator_of(self.seed, self.name, step, rank)
-        parts = [
-            self._roll_out(model, range(start, min(start + together, first + share)), self._chunks_at(step), generator)
-            for start in range(first, first + share, together)
-        ]
+        chunks = self._chunks_at(step)
+        with model.lockstep(model.language_model):
+            parts = [
+                self._roll_out(model, range(start, min(start + together, first + share)), chunks, generator)
+                for start in range(first, first + share, together)
+            ]
         rewards = Rewards(*(torch.cat(column) for column in zip(*(part.rewards for part in parts), strict=True)))
         scored_B = torch.cat([part.scored_B for part in parts])
         group = group_advantages(

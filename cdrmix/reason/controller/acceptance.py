@@ -99,6 +99,7 @@ class AcceptancePhase:
 
     name = "acceptance"
     rolls_out = True
+    passes_vary = False
     measures = (
         "loss",
         "reward",
@@ -190,11 +191,12 @@ class AcceptancePhase:
         parts = []
         training = model.training
         model.eval()  # without dropped tokens and router jitter
-        for rows in rows_R.split(self.phase.micro_batch):
-            reading = read(controller, batch.chunks_BNC[rows].to(device), decide)
-            rewards = answer(controller, reading.episode, Probe(probe.ids_BT[rows], probe.targets_BT[rows]))
-            good = batch.good_BN[rows].to(device)
-            parts.append(_Rollouts(reading.ends_BND, reading.actions_BN, good, rewards))
+        with model.lockstep(model.language_model):
+            for rows in rows_R.split(self.phase.micro_batch):
+                reading = read(controller, batch.chunks_BNC[rows].to(device), decide)
+                rewards = answer(controller, reading.episode, Probe(probe.ids_BT[rows], probe.targets_BT[rows]))
+                good = batch.good_BN[rows].to(device)
+                parts.append(_Rollouts(reading.ends_BND, reading.actions_BN, good, rewards))
         model.train(training)
         return _Rollouts(*(torch.cat(column) for column in zip(*parts, strict=True)))
 

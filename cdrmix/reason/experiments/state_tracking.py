@@ -55,6 +55,7 @@ class TrackingPhase:
 
     name = "tracking"
     rolls_out = False
+    passes_vary = False
     measures = ("loss", "correct", "positions")
 
     def __init__(self, words: Words, tokens: int, rows: int, seed: int) -> None:

@@ -94,6 +94,7 @@ class OperationsImitationPhase:
 
     name = "operations_imitation"
     rolls_out = False
+    passes_vary = True
     measures: tuple[str, ...] = (*("loss", "decisions", "agreed", "searches", "found", "answers", "right", "episodes"),)
 
     def __init__(self, config: Config, source: EpisodeSource) -> None:
@@ -226,6 +227,7 @@ class OperationsPhase:
         assert config.reasoning is not None
         self.settings, self.rl = config.reasoning.phases.operations, config.reasoning.rl
         self.chunks, self.source, self.seed = config.reasoning.operations.chunks, source, config.run.seed
+        self.passes_vary = self.settings.train == "all"  # otherwise the update reads what the rollouts have read
         self.reader, self.objective = Reader(config.reasoning, source), objective_of(self.rl)
         if self.objective.kl_weight:
             raise ConfigError(
@@ -252,18 +254,19 @@ class OperationsPhase:
         generator = generator_of(self.seed, self.name, step, rank)
         per_micro = max(1, self.settings.micro_batch // size)
         made = []
-        for begin in range(first, first + share, per_micro):
-            episodes = self.source.batch(range(begin, min(begin + per_micro, first + share)), self.chunks)
-            rollouts = self.reader.roll_out(model, episodes, size, generator, temperature=self.rl.temperature)
-            rewards = rewards_of(rollouts, answers_of(model, rollouts, episodes.answer_BA), episodes, self.reader)
-            made.append(
-                (
-                    episodes,
-                    rollouts,
-                    rewards,
-                    group_advantages(rewards.total_R, size, deviation=self.objective.deviation),
+        with model.lockstep(model.language_model):
+            for begin in range(first, first + share, per_micro):
+                episodes = self.source.batch(range(begin, min(begin + per_micro, first + share)), self.chunks)
+                rollouts = self.reader.roll_out(model, episodes, size, generator, temperature=self.rl.temperature)
+                rewards = rewards_of(rollouts, answers_of(model, rollouts, episodes.answer_BA), episodes, self.reader)
+                made.append(
+                    (
+                        episodes,
+                        rollouts,
+                        rewards,
+                        group_advantages(rewards.total_R, size, deviation=self.objective.deviation),
+                    )
                 )
-            )
         decided = torch.tensor(
             float(sum(group.kept_N[rollouts.decisions.row_K].sum() for _, rollouts, _, group in made))
         )

@@ -65,6 +65,7 @@ class PlasticityPhase:
 
     name = "plasticity"
     rolls_out = False
+    passes_vary = False
     measures = ("loss", "correct", "answers", "episodes", "correlation")
 
     def __init__(self, config: Config, source: EpisodeSource, seed: int | None = None) -> None:
