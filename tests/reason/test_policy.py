@@ -297,8 +297,12 @@ def test_rollouts_in_parts_are_those_of_the_whole_step(monkeypatch: pytest.Monke
         advantages = 1.0 + torch.arange(len(rewards_N), dtype=torch.float64) % group_size
         return Advantages(advantages, torch.ones(len(rewards_N), dtype=torch.bool), len(rewards_N) // group_size, 0)
 
+    def most_probable(logits_BV: torch.Tensor, temperature: float, _: object) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probs_B, token_B = (logits_BV / temperature).log_softmax(-1).max(-1)
+        return token_B, log_probs_B
+
     monkeypatch.setattr(policy, "group_advantages", group_advantages)
-    monkeypatch.setattr(rollout, "inverse", lambda probabilities_BV, _: probabilities_BV.argmax(-1, keepdim=True))
+    monkeypatch.setattr(rollout, "_take", most_probable)
     model, gradients, records = model_of(), [], []
     for rows in (None, 1, 8, 1000):
         phase = phase_of(rollouts_every=1)
