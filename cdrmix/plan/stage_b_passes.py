@@ -87,7 +87,7 @@ class Chunks(NamedTuple):
     chunk: int
     probe: int
     asked: int
-    reset: bool  # whether the mixers begin anew at every chunk
+    anew: bool  # whether the mixers begin anew at every chunk
 
     @property
     def all_tokens(self) -> int:
@@ -103,7 +103,7 @@ class Chunks(NamedTuple):
         """The loss."""
         ids_BT = _ids(self.rows, self.chunks * self.chunk + self.probe)
         cu_seqlens = episodes = None
-        if self.reset:
+        if self.anew:
             cu_seqlens = torch.zeros(self.rows * (self.chunks + 1) + 1, dtype=torch.int32)
             episodes = torch.zeros(self.rows + 1, dtype=torch.int32)
         output = model.language_model(ids_BT, cu_seqlens=cu_seqlens, fast_weights=FastWeightOptions(episodes))
