@@ -37,6 +37,14 @@ def _acceptance_of_documents(data: object, steps: int, own: object) -> str | Non
     return "null, or a section reasoning.acceptance: that phase needs chunks of which some are false"
 
 
+def _growth(growth_steps: int, steps: int, chunks: int | None, fewest: int) -> str | None:
+    if growth_steps and steps and growth_steps > steps:
+        return f"at most the steps of the phase, {steps}"
+    if growth_steps and chunks is not None and chunks < fewest:
+        return f"0: episodes do not grow from reasoning.agent.chunks={fewest} to chunks={chunks}"
+    return None
+
+
 RULES = (
     Rule(("reasoning.controller.write_strengths", "reasoning.controller.max_branches"), _write_strengths),
     Rule(("reasoning.acceptance.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps"), _within_budget),
@@ -58,6 +66,13 @@ RULES = (
         _acceptance_of_documents,
     ),
     Rule(("reasoning.phases.policy.chunks", STEP_BUDGET, "reasoning.phases.policy.steps"), _within_budget),
+    Rule(
+        (
+            *(f"reasoning.phases.policy.{name}" for name in ("growth_steps", "steps", "chunks")),
+            "reasoning.agent.chunks",
+        ),
+        _growth,
+    ),
     *(
         Rule((f"reasoning.phases.{name}.replay",), partial(_replay, name))
         for name in ("plasticity", "imitation", "operations_imitation")

@@ -33,6 +33,8 @@ from cdrmix.inference.rwkv_names import (
 )
 
 SUFFIXES = (".pth", ".safetensors")
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SHOWN = 40  # names in an error: those of one block
 # What torch.load raises for a file that is damaged, is no pickle of tensors, or asks for code.
 _UNREADABLE = (
     RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error,
@@ -133,6 +135,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         # A file in the format before PyTorch 1.6 cannot be mapped.
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        _check_sums(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except SafetensorError as error:
@@ -147,8 +150,18 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return content
 
 
+def _check_sums(path: Path) -> None:
+    """Raises BadZipFile if a part of the file has not its checksum, which a mapped file is not compared with."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if broken := archive.testzip():
+                raise zipfile.BadZipFile(f"{broken} does not have its checksum")
+
+
 def _is_dense(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized
+    if not isinstance(value, Tensor) or value.is_nested or value.is_meta or value.is_quantized:
+        return False
+    return value.layout is torch.strided
 
 
 def _sizes(path: Path, tensors: Mapping[str, Tensor]) -> _Sizes:
@@ -175,15 +188,25 @@ def _sizes(path: Path, tensors: Mapping[str, Tensor]) -> _Sizes:
     return _Sizes(min(layers, len(tensors)), {letter: counts.most_common(1)[0][0] for letter, counts in votes.items()})
 
 
+def _some(names: list[str]) -> str:
+    """The first names of a list, and how many follow."""
+    left = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {left:,} more" if left > 0 else "")
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _problems(tensors: Mapping[str, Tensor], sizes: _Sizes) -> list[str]:
     """What is wrong with the names, shapes and types of the tensors."""
     wanted = official_tensors(sizes.layers)
     unused = {f"blocks.0.{name}" for name in VALUE_RESIDUAL}
     problems = []
     if missing := [name for name in wanted if name not in tensors]:
-        problems.append(f"missing tensors: {', '.join(missing)}")
+        problems.append(f"missing tensors: {_some(missing)}")
     if surplus := sorted(tensors.keys() - wanted.keys() - unused):
-        problems.append(f"tensors that RWKV-7 (x070) has not: {', '.join(surplus)}")
+        problems.append(f"tensors that RWKV-7 (x070) has not: {_some(surplus)}")
     for name, (_, letters) in wanted.items():
         if (tensor := tensors.get(name)) is None:
             continue
@@ -191,8 +214,9 @@ def _problems(tensors: Mapping[str, Tensor], sizes: _Sizes) -> list[str]:
         needed = [sizes.of_letter.get(letter, 0) for letter in letters.replace("1", "")]
         if shape != needed:
             problems.append(f"{name} has the shape {list(tensor.shape)}; the others need {needed}")
-        if not tensor.is_floating_point():
-            problems.append(f"{name} has the type {str(tensor.dtype).removeprefix('torch.')}, not floating point")
+        if tensor.dtype not in TYPES:
+            allowed = ", ".join(map(_type_name, TYPES))
+            problems.append(f"{name} has the type {_type_name(tensor.dtype)}; allowed: {allowed}")
     heads, size, width = (sizes.of_letter.get(letter) for letter in "HND")
     if heads and size and width and heads * size != width:
         problems.append(f"att.r_k has {heads} heads of {size} channels, which are not the width {width} of the model")

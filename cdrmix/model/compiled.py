@@ -76,7 +76,7 @@ class Decoder:
     """
 
     def __init__(self, plan: Plan, states: _States, head_VD: Tensor, rows: int) -> None:
-        self._plan, self._states, self._rows = plan, states, rows
+        self._plan, self._states, self._rows, self._left = plan, states, rows, states.tokens
         self._weights = [tensors[name] for tensors, name in plan.weights]  # kept alive
         self._ids_R1 = torch.zeros(rows, 1, dtype=torch.int64)
         self._table = states.table()
@@ -87,6 +87,8 @@ class Decoder:
     def read(self, tokens_R: Tensor) -> Tensor:
         """Reads one token for every row; the logits [R, V] are valid until the next call."""
         assert len(tokens_R) == self._rows
+        assert self._left > 0, "the buffers of keys have room for the tokens that were asked for"
+        self._left -= 1
         self._ids_R1[: self._rows, 0] = tokens_R
         _check(self._run.execute(self._rows), self._plan)
         for table in self._states.keys:
@@ -156,7 +158,7 @@ class _States:
     """
 
     def __init__(self, plan: Plan, rows: int, tokens: int, *, own: bool, alone: bool) -> None:
-        self._plan, self._rows, self._tokens, self._own, self._alone = plan, rows, tokens, own, alone
+        self._plan, self._rows, self.tokens, self._own, self._alone = plan, rows, tokens, own, alone
         self._addresses: list[int] = []
         self._first = 0 if plan.rotary is None else 2  # the states of the rotary angles come first
         self.keys: list[np.ndarray] = []
@@ -230,7 +232,7 @@ class _States:
         if position >= adapter.chunk:
             return None
         # Other states may share A, which changes at the end of a chunk only: it is then new memory for each state.
-        ends = position + self._tokens >= adapter.chunk
+        ends = position + self.tokens >= adapter.chunk
         if ends or self._alone or a is None or a.shape != (rows, rank, width) or not a.is_contiguous():
             a = self._tensor(a, rows, rank, width, fresh=True)
         elif a.dtype != torch.float32 or a.device.type != "cpu":
@@ -243,7 +245,7 @@ class _States:
             return None
         self.positions.append((self._first + len(self._addresses) // 2, adapter.chunk))
         self._addresses += position, 0
-        return PlasticState(a, pending, last, (position + self._tokens) % adapter.chunk)
+        return PlasticState(a, pending, last, (position + self.tokens) % adapter.chunk)
 
     def _keys(self, before: Any, block: Any) -> AttentionCache | RaggedAttentionCache | None:
         """The cache with room for these tokens; the table of its rows is added (`kernels/decode/cpu_attention.py`)."""
@@ -260,7 +262,7 @@ class _States:
         if sum(len(part.keys) for part in parts) != rows:
             return None
         spare = not self._alone  # a decoder knows how many tokens will follow
-        after = [with_room(part, self._tokens, torch.float32, keep=True, spare=spare) for part in parts]
+        after = [with_room(part, self.tokens, torch.float32, keep=True, spare=spare) for part in parts]
         table, first = np.empty((rows, 4), np.int64), 0
         for old, new in zip(parts, after, strict=True):
             number = np.arange(len(new.keys)) * new.keys.stride(0) * 4
@@ -268,7 +270,7 @@ class _States:
             of[:, 0], of[:, 1] = new.keys.data_ptr() + number, new.values.data_ptr() + number
             of[:, 2], of[:, 3] = new.keys.stride(1), old.keys.shape[2]
             first += len(new.keys)
-        self.longest = max(self.longest, int(table[:, 3].max()) + self._tokens)
+        self.longest = max(self.longest, int(table[:, 3].max()) + self.tokens)
         self.keys.append(table)
         self._addresses += table.ctypes.data, table.strides[0]
         return RaggedAttentionCache(tuple(after)) if ragged else after[0]

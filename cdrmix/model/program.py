@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 
 from cdrmix.kernels.decode import program as instructions
 from cdrmix.kernels.decode.program import MULTIPLE, NOTHING, RULES, Program
@@ -44,9 +45,12 @@ class BlockPlan:
 
 @dataclass
 class Plan:
-    """A model's program, and what it was made for: modules, and addresses of weights in the order of the program.
+    """A model's program, and what it was made for.
 
-    routers: the names of the routers, which the program knows by their numbers.
+    routers: the names of the routers, which the program knows by their numbers. weights: in the order of the program,
+    each as the mapping that holds it and its name there; addresses, strides: theirs. absent: those that were None.
+    modules: with the mapping that holds each and its name there. families: such mappings and their lengths. settings:
+    numbers that the program contains, each as its owner, its name and its value.
     """
 
     compiled: Any
@@ -55,16 +59,35 @@ class Plan:
     routers: tuple[str, ...]
     rotary: tuple[int, float] | None  # head width and base of the angles
     weights: list[tuple[Mapping[str, Any], str]]
+    absent: list[tuple[Mapping[str, Any], str]]
     modules: list[tuple[Mapping[str, Any], str, nn.Module]]
-    addresses: list[int] = field(default_factory=list)
+    families: list[tuple[Mapping[str, Any], int]]
+    settings: list[tuple[Any, str, Any]]
+    addresses: list[int] = field(init=False)
+    strides: list[tuple[int, ...]] = field(init=False)
     _angles: tuple[Tensor, Tensor] | None = None
 
+    def __post_init__(self) -> None:
+        self.addresses = [tensors[name].data_ptr() for tensors, name in self.weights]
+        self.strides = [tensors[name].stride() for tensors, name in self.weights]
+
     def is_current(self) -> bool:
-        """Whether the model still has these modules, without hooks, and its weights at these addresses."""
+        """Whether the model still has these modules, without hooks, these settings, and its weights as they were laid
+        out at these addresses."""
         for children, name, module in self.modules:
             if children.get(name) is not module or is_intercepted(module):
                 return False
-        return [tensors[name].data_ptr() for tensors, name in self.weights] == self.addresses
+        if any(len(children) != count for children, count in self.families):
+            return False
+        if any(getattr(owner, name) != value for owner, name, value in self.settings):
+            return False
+        if any(tensors.get(name) is not None for tensors, name in self.absent):
+            return False
+        for (tensors, name), address, stride in zip(self.weights, self.addresses, self.strides, strict=True):
+            tensor = tensors.get(name)
+            if tensor is None or tensor.data_ptr() != address or tensor.stride() != stride:
+                return False
+        return True
 
     def angles(self, positions: int) -> tuple[Tensor, ...]:
         """Two states: the tables of cosines and sines, [positions or more, N / 2], the same for every row."""
@@ -79,8 +102,10 @@ class Plan:
 
 
 def is_intercepted(module: nn.Module) -> bool:
-    """Whether calls of the module do more than its class says: it has hooks, or a `forward` of its own."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    """Whether calls of the module do more than its class says: it has hooks, all modules have, or it has a `forward` of
+    its own."""
+    every = module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks
+    return bool(every or module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 class _NotCoveredError(Exception):
@@ -110,7 +135,10 @@ class _Planner:
         self.model, self.config, self.width = model, config, config.d_model
         self.program = Program()
         self.weights: list[tuple[Mapping[str, Any], str]] = []
+        self.absent: list[tuple[Mapping[str, Any], str]] = []
         self.modules: list[tuple[Mapping[str, Any], str, nn.Module]] = []
+        self.families: list[tuple[Mapping[str, Any], int]] = []
+        self.settings: list[tuple[Any, str, Any]] = []
         self.routers: list[str] = []
         self.states = 0
         self._registers: dict[tuple[str, int], int] = {}
@@ -140,9 +168,17 @@ class _Planner:
         _demand(type(head) is TokenEmbedding and head.tensor is None)
         self.weight(head, "weight")
         compiled = decode.compiled(self.program, self.width, hidden)
-        addresses = [tensors[name].data_ptr() for tensors, name in self.weights]
         return Plan(
-            compiled, self.width, tuple(blocks), tuple(self.routers), self.rotary, self.weights, self.modules, addresses
+            compiled,
+            self.width,
+            tuple(blocks),
+            tuple(self.routers),
+            self.rotary,
+            self.weights,
+            self.absent,
+            self.modules,
+            self.families,
+            self.settings,
         )
 
     # Operands
@@ -167,15 +203,23 @@ class _Planner:
         tensors: Mapping[str, Any] = module._parameters if name in module._parameters else module._buffers
         tensor = tensors.get(name)
         if tensor is None:
+            self.absent.append((tensors, name))
             return NOTHING
         _demand(tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous())
         _demand(tensor.numel() > 0 and not hasattr(tensor, "ds_id"))  # not partitioned by ZeRO-3
         self.weights.append((tensors, name))
         return len(self.weights) - 1
 
+    def setting(self, owner: Any, name: str) -> Any:
+        """The value of an attribute, which the program contains."""
+        value = getattr(owner, name)
+        self.settings.append((owner, name, value))
+        return value
+
     def watch(self, module: nn.Module) -> None:
         """Remembers all modules below this one; those with hooks are not covered."""
         _demand(not is_intercepted(module))
+        self.families.append((module._modules, len(module._modules)))
         for name, child in module._modules.items():
             if child is not None:
                 self.modules.append((module._modules, name, child))
@@ -186,7 +230,9 @@ class _Planner:
     def norm(self, norm: AddNorm, x: int, y: int, out: int) -> None:
         _demand(type(norm) is AddNorm)
         weight, bias = self.weight(norm, "weight"), self.weight(norm, "bias")
-        self.add(instructions.NORM, x, y, weight, bias, out, self.width, self.program.constant(norm.eps))
+        self.add(
+            instructions.NORM, x, y, weight, bias, out, self.width, self.program.constant(self.setting(norm, "eps"))
+        )
 
     def product(self, x: int, weight: int, y: int, shape: torch.Size, *, inputs_first: bool = False) -> None:
         outputs, inputs = reversed(shape) if inputs_first else shape
@@ -214,11 +260,11 @@ class _Planner:
         if adapter.gate is not None:
             self.product(x, self.weight(adapter, "gate"), own + width, adapter.gate.shape)
         self.product(x, self.weight(adapter, "values"), own + width + 2 * gates, adapter.values.shape)
-        config = adapter.config
+        config = self.setting(adapter, "config")
         constants = self.program.constant(config.alpha, config.decay, config.clamp, NORM_FLOOR)
         states = self._adapted[name]
         rule, rate = RULES[config.rule], self.weight(adapter, "rate")
-        sizes = (rank, width, gates, constants, rule, adapter.chunk)
+        sizes = (rank, width, gates, constants, rule, self.setting(adapter, "chunk"))
         self.add(instructions.ADAPT, own, read, *states, *sizes, rate, scratch)
         up = self.weight(adapter, "up")
         self.add(instructions.PRODUCT, read, up, y, rank, len(adapter.up), rank, 1, 1)
@@ -288,14 +334,14 @@ class _Planner:
         weights = [
             NOTHING if name == "v0" and first else self.weight(mixer, name) for name in ("w0", "a0", "v0", "k_k", "k_a")
         ]
-        factor = self.program.constant(2.0 if mixer.allow_neg_eigval else 1.0)
+        factor = self.program.constant(2.0 if self.setting(mixer, "allow_neg_eigval") else 1.0)
         self.add(instructions.KEYS, k, decay, rate, v, *values, *weights, a, heads, head_width, factor)
         scratch = self.register("scan", 7 * width + MULTIPLE)
         self.add(instructions.RECUR, r, decay, k, v, a, rate, read, state, heads, head_width, scratch)
         group = mixer.ln_x
         _demand(type(group) is nn.GroupNorm)
         weights = [self.weight(mixer, "r_k"), self.weight(group, "weight"), self.weight(group, "bias")]
-        epsilon = self.program.constant(group.eps)
+        epsilon = self.program.constant(self.setting(group, "eps"))
         self.add(instructions.GROUP, read, r, k, v, gate, *weights, heads, head_width, epsilon)
         self.projection(block, "output", read, y)
         self._has_values = True
@@ -320,7 +366,7 @@ class _Planner:
         for side, count, norm in ((q, heads, mixer.query_norm), (k, kv_heads, mixer.key_norm)):
             _demand(norm is None or type(norm) is nn.RMSNorm)
             weight = NOTHING if norm is None else self.weight(norm, "weight")
-            epsilon = self.program.constant(0.0 if norm is None else norm.eps)
+            epsilon = self.program.constant(0.0 if norm is None else self.setting(norm, "eps"))
             self.add(instructions.HEADS, side, count, head_width, weight, epsilon, cosine, sine)
         scale = self.program.constant(head_width**-0.5)
         scratch = self.register("attention", 2 * width + 2 * narrow + MULTIPLE)
@@ -352,8 +398,8 @@ class _Planner:
     def experts(self, layer: MoeFeedForward, number: int, x: int, y: int) -> None:
         router, width = layer.router, self.width
         _demand(type(router) is Router)
-        count, k = router.experts, router.top_k
-        gated = layer.activation == "swiglu"
+        count, k = self.setting(router, "experts"), self.setting(router, "top_k")
+        gated = self.setting(layer, "activation") == "swiglu"
         hidden_width = layer.w_down.shape[1]
         scratch = self.register("of expert", 4 * width)
         hidden = self.register("hidden of expert", layer.w_up.shape[2])

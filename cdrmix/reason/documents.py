@@ -271,6 +271,8 @@ class FileDocuments(DocumentEpisodes):
             found = [
                 (document.place, problem) for document in train if (problem := self._memory_problem(document, memory))
             ]
+            for document in train if train[0].notes is not None else ():
+                self._note_ends(document, self._tokens(document.context))  # raises for what the tokenizer changes
         if found:
             place, problem = found[0]
             rest = f" ({len(found) - 1:,} other documents do not fit either)" if len(found) > 1 else ""
@@ -280,7 +282,8 @@ class FileDocuments(DocumentEpisodes):
         if document.notes is None:
             needed, what = sum(len(self._encoded(f" {fact}")) for fact in document.facts), "facts have"
         else:
-            needed, what = max(len(self._encoded(f" {note.memory}")) for note in document.notes), "largest memory has"
+            texts = [note.memory for note in document.notes]
+            needed, what = max((len(self._encoded(f" {text}")) for text in texts), default=0), "largest memory has"
         if needed <= memory:
             return None
         return f"the {what} {needed} tokens, a turn writes {memory}; raise reasoning.memory.tokens (of a part: / heads)"
@@ -381,13 +384,13 @@ def read_documents(section: QuestionFiles) -> list[Document]:
     given = [document.notes is not None for document in documents]
     if any(given) and not all(given):
         without = documents[given.index(False)]
-        raise CorpusError(f"{without.place} has no field {section.notes_field!r}, which other rows have")
+        raise CorpusError(f"{without.place} has no list in the field {section.notes_field!r}, which other rows have")
     return documents
 
 
 def check_demonstrated(documents: Sequence[Document]) -> None:
     """Raises ConfigError if a document has nothing that imitation could demonstrate."""
-    found = [document.place for document in documents if not document.facts and not document.notes]
+    found = [document.place for document in documents if not document.facts and document.notes is None]
     if found:
         rest = f" ({len(found) - 1:,} other documents have none either)" if len(found) > 1 else ""
         raise ConfigError(f"{found[0]}: {NOT_DEMONSTRATED}{rest}")
@@ -441,11 +444,13 @@ def _notes(record: Mapping[str, Any], field: str, context: str) -> tuple[Note, .
     given = record.get(field)
     if given is None:
         return None
-    if not isinstance(given, list) or not all(
-        isinstance(note, dict) and note.get("passage") and all(_is_string(note.get(key)) for key in Note._fields)
-        for note in given
-    ):
-        raise BadRecord(f"must have a list of objects with the texts passage and memory in the field {field!r}")
+    wanted = f"must have a list of objects with the texts passage and memory in the field {field!r}"
+    if not isinstance(given, list):
+        raise BadRecord(wanted)
+    for number, note in enumerate(given, 1):
+        is_object = isinstance(note, dict) and note.get("passage")
+        if not is_object or not all(_is_string(note.get(key)) for key in Note._fields):
+            raise BadRecord(f"{wanted} (note {number} is {json.dumps(note)[:80]})")
     start = 0
     for passage in (note["passage"] for note in given):
         start = context.find(passage, start)

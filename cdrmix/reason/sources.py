@@ -115,6 +115,9 @@ def _check_one(
     if isinstance(source, FileDocuments):
         part = config.reasoning.memory.tokens // config.reasoning.memory.heads
         source.check(chunks, demonstrated=demonstrated, memory=part)
+        memories_BNM = source.memories([0], chunks) if demonstrated else None
+        if memories_BNM is not None:
+            check_memories(memories_BNM, source.pad, config.reasoning.memory.tokens, config.reasoning.memory.heads)
         return
     episodes = source.batch([0], chunks)
     memories_BNM = source.memories(range(SAMPLE), chunks) if demonstrated else None

@@ -88,7 +88,7 @@ def _scores(q, k, scores, count, N, scale, sums):  # type: ignore[no-untyped-def
         store(scores, first, times(row_sums(sums, 0), same(scale)))
         for j in range(first, min(first + SIMD_WIDTH, count)):
             score = number(scores, j)
-            if not score <= largest:  # NaN is kept
+            if not score <= largest:
                 largest = score
     return largest
 
