@@ -230,6 +230,7 @@ class _Planner:
     def norm(self, norm: AddNorm, x: int, y: int, out: int) -> None:
         _demand(type(norm) is AddNorm)
         weight, bias = self.weight(norm, "weight"), self.weight(norm, "bias")
+        _demand((self.setting(norm, "kind") == "layernorm") == (bias != NOTHING))  # the step knows the kind by the bias
         self.add(
             instructions.NORM, x, y, weight, bias, out, self.width, self.program.constant(self.setting(norm, "eps"))
         )

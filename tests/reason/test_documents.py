@@ -162,7 +162,7 @@ MISTAKES: dict[str, tuple[dict[str, Any] | str, str]] = {
         r":3 must have a text in the field",
     ),
     "facts that are none": (row_of(0, facts=False), r":3 must have a list of texts in the field 'facts'"),
-    "some notes": (row_of(0, notes=[]), r":1 has no field 'notes', which other rows have"),
+    "some notes": (row_of(0, notes=[]), r":1 has no list in the field 'notes', which other rows have"),
 }
 
 
