@@ -221,6 +221,7 @@ def reason_eval(options: argparse.Namespace) -> int:
         options.lengths,
         count=options.count,
         seed=options.seed,
+        mechanisms=options.mechanisms,
         say=lambda line: print(line, file=sys.stderr),
     )
     print(json.dumps([row._asdict() for row in rows], indent=2) if options.json else table(rows))

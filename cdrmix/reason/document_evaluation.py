@@ -82,12 +82,14 @@ def evaluate_documents(
     *,
     count: int,
     seed: int,
+    mechanisms: Sequence[str] | None = None,
     say: Callable[[str], None],
 ) -> list[DocumentScore]:
     """The scores of every mechanism of a model for each task and length.
 
     tasks: names, families or last parts of names of generated tasks, jsonl:FILE; None: those that the agent was trained
-    on. Raises ConfigError for an unknown task, CorpusError for a file that cannot be read.
+    on. mechanisms: those of the module; None: all that the model has. Raises ConfigError for an unknown task and for a
+    mechanism that the model does not have, CorpusError for a file that cannot be read.
     """
     reasoning = reader_of_text(loaded)
     model = load_stage_b(loaded)
@@ -95,7 +97,7 @@ def evaluate_documents(
     for name, length, source in _sources(loaded, reasoning, tasks, lengths, count, seed, say):
         numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + source.held_out)
         reader = _Reader(loaded, model, reasoning, source)
-        for mechanism, answer in reader.mechanisms().items():
+        for mechanism, answer in reader.mechanisms(mechanisms).items():
             of_length = "" if length is None else f", {length:,} tokens"
             say(f"{name}{of_length}, {mechanism}: {len(numbers)} questions")
             rows.append(reader.score(name, length, mechanism, answer, numbers))
@@ -202,15 +204,19 @@ class _Reader:
         self._device = loaded.model.embedding.weight.device
         self._adapted = bool(loaded.model.adapters)
 
-    def mechanisms(self) -> dict[str, Callable[[range], _Answered]]:
-        """What a model of this configuration can answer from."""
+    def mechanisms(self, wanted: Sequence[str] | None) -> dict[str, Callable[[range], _Answered]]:
+        """What a model of this configuration can answer from; of these the wanted ones."""
         phases = self._reasoning.phases
         found: dict[str, Callable[[range], _Answered]] = {}
         if phases.imitation.steps or phases.policy.steps:
             found |= {"memory": self._from_memory, "last chunk": self._from_last_chunk}
         if self._adapted:
             found |= {"fast weights": self._from_fast_weights, "no writes": self._without_writes}
-        return found | {"whole text": self._from_whole_text}
+        found |= {"whole text": self._from_whole_text}
+        for name in wanted or ():
+            if name not in found:
+                raise ConfigError(f"--mechanisms: this model has no {name!r}; it has {', '.join(found)}")
+        return found if wanted is None else {name: found[name] for name in found if name in wanted}
 
     @torch.no_grad()
     def score(

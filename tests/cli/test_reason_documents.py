@@ -177,8 +177,12 @@ def test_eval_asks_by_every_mechanism(finished: Path, inside: Path, capfd: pytes
         assert row["low"] <= row["score"] <= row["high"]
         assert row["tokens_per_second"] > 0
         assert (row["capture"] is not None) == (row["task"].startswith("jsonl") and row["mechanism"] in mechanisms[:2])
-    assert main(command) == 0
-    assert "fast weights" in capfd.readouterr().out
+    assert main([*command, "--mechanisms", "memory,fast weights"]) == 0
+    out = capfd.readouterr().out
+    assert "fast weights" in out
+    assert "whole text" not in out
+    assert main([*command, "--mechanisms", "memories"]) == 2
+    assert "this model has no 'memories'; it has memory, last chunk" in capfd.readouterr().err
     for task, said in (("qa9", "there is no task 'qa9'"), ("jsonl:", "--tasks jsonl: names no file")):
         assert main(["reason", "eval", "--model", str(finished), "--tasks", task]) == 2
         assert said in capfd.readouterr().err
