@@ -226,9 +226,30 @@ MUTATIONS = (
     Mutation(
         "documents: a fact that lies in two chunks is in the first",
         "cdrmix/reason/documents.py",
-        "if (first + shift) // self.chunk == (last + shift) // self.chunk",
-        "if first <= last",
-        ("tests/reason/test_documents.py::test_chunks_are_the_document_and_hold_its_facts",),
+        "if _chunk_at(bounds, first) == _chunk_at(bounds, last)]",
+        "if first <= last]",
+        ("tests/reason/test_documents.py::test_a_long_fact_lies_in_one_chunk",),
+    ),
+    Mutation(
+        "documents: a note counts before its passage has ended",
+        "cdrmix/reason/documents.py",
+        "found.append(int(np.searchsorted(ends, start)) + 1)",
+        "found.append(int(np.searchsorted(ends, start)) - 2)",
+        ("tests/reason/test_documents.py::test_notes_are_demonstrated_after_their_passages",),
+    ),
+    Mutation(
+        "chunks: a chunk ends within a sentence",
+        "cdrmix/reason/chunking.py",
+        "bounds.append(next(ends, end))",
+        "bounds.append(end)",
+        ("tests/reason/test_documents.py::test_chunks_end_with_sentences",),
+    ),
+    Mutation(
+        "compiled step: a changed setting is not seen",
+        "cdrmix/model/program.py",
+        "if any(getattr(owner, name) != value for owner, name, value in self.settings):",
+        "if False:",
+        ("tests/model/test_compiled.py::test_what_is_changed_later_counts",),
     ),
     Mutation(
         "documents: an empty chunk is demonstrated",
