@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         "compiled step: weights that were replaced are read where they were",
         "cdrmix/model/program.py",
-        "        return [tensors[name].data_ptr() for tensors, name in self.weights] == self.addresses",
-        "        return True",
+        "if tensor is None or tensor.data_ptr() != address or tensor.stride() != stride:",
+        "if False:",
         ("tests/model/test_compiled.py::test_weights_that_have_changed_are_read",),
     ),
     Mutation(
@@ -231,10 +231,10 @@ MUTATIONS = (
         ("tests/reason/test_documents.py::test_a_long_fact_lies_in_one_chunk",),
     ),
     Mutation(
-        "documents: a note counts before its passage has ended",
+        "documents: the note before the last one is demonstrated",
         "cdrmix/reason/documents.py",
-        "found.append(int(np.searchsorted(ends, start)) + 1)",
-        "found.append(int(np.searchsorted(ends, start)) - 2)",
+        "texts[bisect_right(ends, bound)]",
+        "texts[max(0, bisect_right(ends, bound) - 1)]",
         ("tests/reason/test_documents.py::test_notes_are_demonstrated_after_their_passages",),
     ),
     Mutation(
@@ -249,7 +249,7 @@ MUTATIONS = (
         "cdrmix/model/program.py",
         "if any(getattr(owner, name) != value for owner, name, value in self.settings):",
         "if False:",
-        ("tests/model/test_compiled.py::test_what_is_changed_later_counts",),
+        ("tests/model/test_compiled_changes.py::test_what_is_changed_later_counts",),
     ),
     Mutation(
         "documents: an empty chunk is demonstrated",
