@@ -376,3 +376,16 @@ def record_of_turns(phase: PolicyPhase, model: StageBModel, step: int) -> float:
     """Chunks of a rollout; a step has 4 questions in groups of 4."""
     sums = torch.stack([one.sums for one in outcomes(phase, model, step)]).sum(0)
     return sums[phase.measures.index("turns")].item() / 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["growth_steps=9", "steps=8"], "at most the steps of the phase, 8"),
+        (["growth_steps=2", "steps=8", "chunks=1"], "episodes do not grow from reasoning.agent.chunks=3 to chunks=1"),
+    ],
+)
+def test_growth_that_cannot_be_is_refused(changes: list[str], message: str) -> None:
+    overrides = [f"reasoning.phases.policy.{change}" for change in changes]
+    with pytest.raises(ConfigError, match=message):
+        Config.from_yaml("configs/cdrmix-reason-tiny.yaml", overrides)
