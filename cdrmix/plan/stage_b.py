@@ -208,8 +208,15 @@ def _micro_batches(reasoning: Reasoning, name: str, processes: int) -> int:
     section = getattr(reasoning.phases, name)
     rows = _share(section.episodes, processes)
     if name in ("imitation", "policy"):
-        rows *= reasoning.agent.chunks * (reasoning.rl.group_size if name == "policy" else 1)
+        rows *= _turns(reasoning, name)
     return 1 if name == "acceptance" else -(-rows // section.micro_batch)
+
+
+def _turns(reasoning: Reasoning, name: str) -> int:
+    """The turns of an episode that write memories, over all its rollouts."""
+    if name == "imitation":
+        return reasoning.agent.chunks
+    return (reasoning.phases.policy.chunks or reasoning.agent.chunks) * reasoning.rl.group_size
 
 
 def _window(reasoning: Reasoning) -> tuple[int, int, int]:
@@ -244,8 +251,7 @@ def updates_of(config: Config, name: str, processes: int) -> Iterator[Work]:
         elif each in ("imitation", "policy"):
             begin, rest, written = _window(reasoning)
             objective = objective_of(reasoning.rl) if each == "policy" else None
-            many = share * reasoning.agent.chunks * (reasoning.rl.group_size if each == "policy" else 1)
-            rows = min(section.micro_batch, many)
+            rows = min(section.micro_batch, share * _turns(reasoning, each))
             passes = Sequences(rows, begin + rest, written, objective)
             yield Work(passes, key, rows, f"{rows} turns of {begin + rest + written} tokens")
         elif each == "operations_imitation" or (each == "operations" and section.train == "all"):

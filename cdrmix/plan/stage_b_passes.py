@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
-from cdrmix.model.cache import plastic_only, select
+from cdrmix.model.cache import branch, plastic_only, select
 from cdrmix.model.fast_weights import FastWeightOptions
-from cdrmix.model.language_model import Cache, LanguageModel, Output
+from cdrmix.model.language_model import LanguageModel, Output
 from cdrmix.model.loss import LossModel
 from cdrmix.ops import weights as compute_weights
 from cdrmix.ops.backend import Platform, assume_platform
@@ -223,7 +223,7 @@ class Reading(NamedTuple):
             )
             assert output.cache is not None
             # The new state of a row is one branch: as many bytes as without branches.
-            cache = output.cache if scale_S is None else _first_branch(output.cache)
+            cache = output.cache if scale_S is None else branch(output.cache, _ids(self.rows))
             cache = cache if self.carry_all else plastic_only(cache)
         hidden = model.language_model(_ids(self.rows, self.probe), cache=cache).hidden_BTD
         model.language_model.logits(hidden[:, -self.asked :].flatten(0, 1))
@@ -337,20 +337,3 @@ def _balance(output: Output) -> Tensor:
     if output.router is None:
         return torch.zeros(())
     return output.router.load_balance_L.mean() + output.router.z_loss_L.mean()
-
-
-def _first_branch(cache: Cache) -> Cache:
-    return tuple(
-        block
-        if block.plastic is None
-        else block._replace(
-            plastic=tuple(
-                each._replace(
-                    a=each.a[0].clone() if each.a.ndim == 4 else each.a,
-                    pending=each.pending[0].clone() if each.pending.ndim == 4 else each.pending,
-                )
-                for each in block.plastic
-            )
-        )
-        for block in cache
-    )

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, AnyStr, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -144,22 +144,23 @@ class DocumentEpisodes(TextEpisodes):
     def _note_ends(self, document: Document, ids: Sequence[int]) -> list[int]:
         """The number of tokens up to the end of each note's passage. Raises ConfigError if the tokenizer changes it."""
         assert document.notes is not None
-        pieces = [self.tokenizer.token_bytes(token) for token in ids]
-        text, ends, start, found = b"".join(pieces), np.cumsum([len(piece) for piece in pieces]), 0, []
-        for passage in (note.passage.encode() for note in document.notes):
-            start = text.find(passage, start)
-            if start < 0:
-                raise ConfigError(
-                    f"{document.place}: the tokenizer changes the passage {passage.decode()!r} of a note; write it as"
-                    " the tokenizer does"
-                )
-            start += len(passage)
-            found.append(int(np.searchsorted(ends, start)) + 1)
-        return found
+        pieces = self._pieces(ids)
+        found = _ends_in_order(b"".join(pieces), [note.passage.encode() for note in document.notes])
+        if len(found) < len(document.notes):
+            raise ConfigError(
+                f"{document.place}: the tokenizer changes the passage {document.notes[len(found)].passage!r} of a note;"
+                " write it as the tokenizer does"
+            )
+        ends: list[int] = (np.searchsorted(np.cumsum([len(piece) for piece in pieces]), found) + 1).tolist()
+        return ends
+
+    def _pieces(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each token."""
+        return [self.tokenizer.token_bytes(token) for token in ids]
 
     def _bounds(self, ids: Sequence[int], shift: int = 0) -> list[int]:
         """Where the chunks begin and end. shift: tokens that the first chunk lacks."""
-        return chunk_bounds([self.tokenizer.token_bytes(token) for token in ids], self.chunk, self.chunk - shift)
+        return chunk_bounds(self._pieces(ids), self.chunk, self.chunk - shift)
 
     def _chunks(self, ids: Sequence[int]) -> int:
         return len(self._bounds(ids)) - 1
@@ -199,7 +200,7 @@ class DocumentEpisodes(TextEpisodes):
 
     def _spans(self, ids: Sequence[int], passages: Sequence[str]) -> list[list[tuple[int, int]]]:
         """The first and the last token of every place of each passage; none if the tokenizer changes it."""
-        pieces = [self.tokenizer.token_bytes(token) for token in ids]
+        pieces = self._pieces(ids)
         text, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
         spans: list[list[tuple[int, int]]] = []
         for wanted in (passage.encode() for passage in passages):
@@ -451,16 +452,25 @@ def _notes(record: Mapping[str, Any], field: str, context: str) -> tuple[Note, .
         is_object = isinstance(note, dict) and note.get("passage")
         if not is_object or not all(_is_string(note.get(key)) for key in Note._fields):
             raise BadRecord(f"{wanted} (note {number} is {json.dumps(note)[:80]})")
-    start = 0
-    for passage in (note["passage"] for note in given):
-        start = context.find(passage, start)
-        if start < 0:
-            raise BadRecord(
-                f"has a note with the passage {json.dumps(passage)}, which is not in its context after the passages of"
-                " the notes before it"
-            )
-        start += len(passage)
+    passages = [note["passage"] for note in given]
+    found = _ends_in_order(context, passages)
+    if len(found) < len(passages):
+        raise BadRecord(
+            f"has a note with the passage {json.dumps(passages[len(found)])}, which is not in its context after the"
+            " passages of the notes before it"
+        )
     return tuple(Note(note["passage"], note["memory"]) for note in given)
+
+
+def _ends_in_order(text: AnyStr, passages: Sequence[AnyStr]) -> list[int]:
+    """Where each passage ends, found behind the one before it; without those from the first that is not found on."""
+    ends: list[int] = []
+    for passage in passages:
+        start = text.find(passage, ends[-1] if ends else 0)
+        if start < 0:
+            break
+        ends.append(start + len(passage))
+    return ends
 
 
 def _text(record: Mapping[str, Any], field: str) -> str:

@@ -155,24 +155,17 @@ def zero(_context: Any) -> Any:
     return _vector(), lambda context, builder, signature, none: _constant(0.0)
 
 
-@intrinsic
-def times(_context: Any, x: Any, y: Any) -> Any:
-    return _vector(_vector, _vector), lambda context, builder, signature, xy: builder.fmul(*xy)
+def _of_two(operation: str) -> Any:
+    """The intrinsic of an operation of LLVM on two vectors."""
+
+    @intrinsic
+    def compute(_context: Any, x: Any, y: Any) -> Any:
+        return _vector(_vector, _vector), lambda context, builder, signature, xy: getattr(builder, operation)(*xy)
+
+    return compute
 
 
-@intrinsic
-def plus(_context: Any, x: Any, y: Any) -> Any:
-    return _vector(_vector, _vector), lambda context, builder, signature, xy: builder.fadd(*xy)
-
-
-@intrinsic
-def minus(_context: Any, x: Any, y: Any) -> Any:
-    return _vector(_vector, _vector), lambda context, builder, signature, xy: builder.fsub(*xy)
-
-
-@intrinsic
-def over(_context: Any, x: Any, y: Any) -> Any:
-    return _vector(_vector, _vector), lambda context, builder, signature, xy: builder.fdiv(*xy)
+times, plus, minus, over = map(_of_two, ("fmul", "fadd", "fsub", "fdiv"))
 
 
 @intrinsic

@@ -35,8 +35,27 @@ PAIR = 2 * SIMD_WIDTH  # lanes of the wide tiles
 OUTPUTS = 6  # of the largest tile: 12 sums, 2 vectors of x and a weight fit 16 registers
 ONE, TWO = np.float32(1), np.float32(2)
 
-_wide_6, _wide_2, _wide_1 = (tile(outputs, 2) for outputs in (OUTPUTS, 2, 1))
-_narrow_6, _narrow_2, _narrow_1 = (tile(outputs, 1) for outputs in (OUTPUTS, 2, 1))
+
+def _tiles(count):  # type: ignore[no-untyped-def]
+    """Compiles the outputs of `product` from `first` on in tiles of `count`; it returns the first that is left."""
+    wide, narrow = tile(count, 2), tile(count, 1)
+
+    @part
+    def outputs_from(first, x, w, y, inputs, outputs, per_output, per_input, begun, lanes, stride):  # type: ignore[no-untyped-def]
+        while first + count <= outputs:
+            at, to = w + 4 * first * per_output, y + 4 * first * stride
+            for n in range(0, lanes - PAIR + 1, PAIR):
+                wide(x + 4 * n, stride, at, per_output, per_input, inputs, to + 4 * n, begun)
+            if lanes % PAIR:
+                n = lanes - SIMD_WIDTH
+                narrow(x + 4 * n, stride, at, per_output, per_input, inputs, to + 4 * n, begun)
+            first += count
+        return first
+
+    return outputs_from
+
+
+_in_sixes, _in_pairs, _alone = map(_tiles, (OUTPUTS, 2, 1))
 
 
 @part
@@ -45,28 +64,9 @@ def product(x, w, y, inputs, outputs, per_output, per_input, begun, lanes, strid
 
     The outputs are the outer loop: a weight is read from memory once, for all lanes.
     """
-    for o in range(0, outputs - OUTPUTS + 1, OUTPUTS):
-        at, to = w + 4 * o * per_output, y + 4 * o * stride
-        for n in range(0, lanes - PAIR + 1, PAIR):
-            _wide_6(x + 4 * n, stride, at, per_output, per_input, inputs, to + 4 * n, begun)
-        if lanes % PAIR:
-            n = lanes - SIMD_WIDTH
-            _narrow_6(x + 4 * n, stride, at, per_output, per_input, inputs, to + 4 * n, begun)
-    first = outputs - outputs % OUTPUTS
-    for o in range(first, outputs - 1, 2):
-        at, to = w + 4 * o * per_output, y + 4 * o * stride
-        for n in range(0, lanes - PAIR + 1, PAIR):
-            _wide_2(x + 4 * n, stride, at, per_output, per_input, inputs, to + 4 * n, begun)
-        if lanes % PAIR:
-            n = lanes - SIMD_WIDTH
-            _narrow_2(x + 4 * n, stride, at, per_output, per_input, inputs, to + 4 * n, begun)
-    if outputs % 2:
-        at, to = w + 4 * (outputs - 1) * per_output, y + 4 * (outputs - 1) * stride
-        for n in range(0, lanes - PAIR + 1, PAIR):
-            _wide_1(x + 4 * n, stride, at, per_output, per_input, inputs, to + 4 * n, begun)
-        if lanes % PAIR:
-            n = lanes - SIMD_WIDTH
-            _narrow_1(x + 4 * n, stride, at, per_output, per_input, inputs, to + 4 * n, begun)
+    first = _in_sixes(0, x, w, y, inputs, outputs, per_output, per_input, begun, lanes, stride)
+    first = _in_pairs(first, x, w, y, inputs, outputs, per_output, per_input, begun, lanes, stride)
+    _alone(first, x, w, y, inputs, outputs, per_output, per_input, begun, lanes, stride)
 
 
 @part

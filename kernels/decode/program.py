@@ -34,9 +34,8 @@ RECUR = 11  # r, w, k, v, a, b, y, state [R, H, K, K], H, K, scratch
 GROUP = 12  # y, r, k, v, gate, weights r_k, weight, bias, H, K, epsilon: y becomes the input of the output's map
 HEADS = 13  # x, heads, N, weight of the norm (NOTHING: none), epsilon, cosine (NOTHING: not rotated), sine
 ATTEND = 14  # q, k, v, y, state of the rows' keys and values, heads, kv heads, N, scale, scratch
-ADAPT = (
-    15  # own, read, states A, pending, last, position, r, d, gates, alpha and others, rule, chunk, rate weight, scratch
-)
+# own, read, states A, pending, last, position, r, d, gates, alpha and others, rule, chunk, rate weight, scratch
+ADAPT = 15
 EXPERTS = 16  # x, y, logits, bias weight, weights up, down, E, k, D, F, SwiGLU, scratch, hidden, router's number
 ADD = 17  # x, y, width: y += x
 
