@@ -81,6 +81,17 @@ def test_rollouts_need_a_copy_a_reference_or_gathered_layers() -> None:
     assert "copy" not in sharded
 
 
+def test_the_update_of_the_policy_has_the_turns_of_its_own_chunks() -> None:
+    """One question of 2 rollouts: with 6 chunks of the phase there are 12 turns, and not the 6 of the agent's 3."""
+    keys = ["reasoning.phases.policy.episodes=1", "reasoning.rl.group_size=2", "train.precision=fp32"]
+    for chunks, turns in (("null", 6), ("6", 12)):
+        config = config_of("cdrmix-reason-tiny", *ONLY_POLICY, *keys, f"reasoning.phases.policy.chunks={chunks}")
+        (phase,) = phases_of(config, "cuda", 1)
+        assert phase.moment == "update"
+        assert phase.work is not None
+        assert phase.work.value == turns
+
+
 def test_a_phase_that_does_not_fit_is_refused_with_what_would_fit() -> None:
     config = config_of("cdrmix-reason-tiny", *ONLY_POLICY, "train.precision=bf16")
     (phase,) = phases_of(config, "cuda", 1)
