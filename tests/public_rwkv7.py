@@ -5,7 +5,6 @@ Nothing here is of cdrmix: names and shapes are those of RWKV-x070-World-*.pth.
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -13,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import rwkv
 import torch
 from torch import Tensor
 
-PACKAGE = Path(importlib.util.find_spec("rwkv").submodule_search_locations[0])  # type: ignore[union-attr, index]
+PACKAGE = Path(next(iter(rwkv.__path__)))
 VOCABULARY = PACKAGE / "rwkv_vocab_v20230424.txt"
 WIDTH, HEAD, HIDDEN, RANKS = 128, 64, 320, {"w": 8, "a": 16, "v": 24, "g": 32}  # all sizes are different
 
