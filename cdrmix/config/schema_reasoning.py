@@ -119,8 +119,14 @@ class Rl(Section):
     """Divide advantages by the standard deviation of the group. null: as the objective does."""
     kl_weight: NonNegativeFloat | None = None
     """Weight of the KL divergence to the model before the phase. null: that of the objective."""
-    credit: Literal["all_turns", "final_turn"] = "all_turns"
-    """Turns whose tokens receive the advantage of the episode: all of them, or the last."""
+    credit: Literal["all_turns", "final_turn", "gain"] = "all_turns"
+    """Advantage of a turn of the memory agent. all_turns: that of its episode. final_turn: that of its episode for the
+    answer, 0 for others. gain: of the rewards of this turn and of later ones. The reward of a turn is what it adds to
+    the likelihood of the right answer after the memory. That of the answer is the reward less the likelihood."""
+    gain_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Factor of a reward for each turn that lies between it and the turn that is credited, for credit: gain."""
+    entropy_weight: NonNegativeFloat = 0.0
+    """Weight in the loss of the mean entropy of the generated tokens' distributions, in nats, which is maximised."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature of the rollouts."""
     reward: Text = "exact"

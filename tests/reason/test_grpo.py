@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
+from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss, returns
 
 LENGTHS = (5, 3, 7, 1, 4, 7)
 LONGEST = 7
@@ -157,3 +159,12 @@ def test_a_group_with_a_rollout_without_a_reward_is_dropped() -> None:
     assert found.kept_N.tolist() == [True, True, False, False]
     assert found.advantages_N.tolist() == [-0.5, 0.5, 0.0, 0.0]
     assert found.dropped_groups == 1
+
+
+@given(turns=st.integers(1, 9), rollouts=st.integers(1, 5), discount=st.floats(0.01, 1), seed=st.integers(0, 99))
+def test_returns_are_sums_of_later_rewards(turns: int, rollouts: int, discount: float, seed: int) -> None:
+    rewards = torch.randn(turns, rollouts, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    found = returns(rewards, discount)
+    for turn in range(turns):
+        expected = sum(discount ** (later - turn) * rewards[later] for later in range(turn, turns))
+        torch.testing.assert_close(found[turn], expected)

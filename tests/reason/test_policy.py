@@ -197,6 +197,51 @@ def test_credit_to_the_final_turn_teaches_answers_alone() -> None:
     assert {loss.batch.prompts_SL.shape[1] for loss in all_turns} == {answer, answer + 5}  # type: ignore[attr-defined]
 
 
+def test_gain_credits_what_a_turn_adds_to_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advantage of a turn is the reward of the episode less the likelihood of the right answer after the memory
+    before the turn, less the mean of that over the group. Memories are put together here from what was written."""
+    readings = []
+
+    def read(*arguments: Any, **named: Any) -> Reading:
+        readings.append(read_episodes(*arguments, **named))
+        return readings[-1]
+
+    monkeypatch.setattr(policy, "read_episodes", read)
+    phase, model = phase_of(credit="gain"), model_of()
+    losses = phase.losses(model, 0, 0, 1)
+    (reading,) = readings
+    episodes = phase.source.batch(range(4), 2)
+    memory = torch.full((16, 4), phase.window.pad)
+    expected = []
+    for turn in reading.turns:
+        likelihood = phase.scorer.likelihood(model.language_model, memory, episodes)
+        expected.append(policy.rewards_of(reading, phase.rl, 8).total_B - likelihood)
+        memory = phase.window.written(turn.generated)
+    found = torch.cat([loss.batch.advantages_S for loss in losses])  # type: ignore[attr-defined]
+    groups = torch.stack(expected).view(3, 4, 4).round(decimals=9)
+    learnt_from = (groups != groups[..., :1]).any(2)  # before the first chunk all rollouts of a group have one memory
+    torch.testing.assert_close(found, (groups - groups.mean(2, keepdim=True))[learnt_from].flatten())
+    assert len(set(found.tolist())) > 16, "turns of an episode differ"
+
+
+@pytest.mark.usefixtures("varied")
+def test_entropy_is_rewarded_by_its_weight() -> None:
+    """The loss falls by the weight times the mean entropy of a token, and so does its gradient."""
+    model, found = model_of(), []
+    for weight in (0.0, 0.5, 1.0):
+        phase = phase_of(entropy_weight=weight)
+        losses = outcomes(phase, model)
+        found.append((sum(one.total.item() for one in losses), gradient(model, losses), record_of(phase, losses)))
+    (plain, plain_gradient, record), (half, half_gradient, _), (_, whole_gradient, whole_record) = found
+    assert record["entropy"] > 0.1
+    assert plain - half == pytest.approx(0.5 * record["entropy"], rel=1e-4)
+    assert whole_record["loss"] == pytest.approx(record["loss"] - record["entropy"], rel=1e-4)
+    # Float32 sums of some hundred terms.
+    change = half_gradient - plain_gradient
+    assert change.norm() > 0
+    torch.testing.assert_close(whole_gradient - plain_gradient, 2 * change, rtol=1e-3, atol=1e-6)
+
+
 def test_equal_rewards_teach_nothing_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     """All weights are 0, so all rewards and the gradient are 0; after rl.patience steps a warning gives remedies."""
     phase = phase_of(task_weight=0.0, latency_weight=0.0, stability_weight=0.0)
@@ -332,7 +377,7 @@ def test_the_likelihood_of_the_right_answer_is_a_reward() -> None:
         step_budget=8,
         group=4,
     )
-    found = phase.scorer.likelihood(model.language_model, reading, episodes, 4)
+    found = phase.scorer.likelihood(model.language_model, reading.memory.shown(), episodes)
     window = phase.window
     for row in range(16):
         answer = episodes.answer_BA[row // 4]

@@ -78,6 +78,11 @@ class Window:
         memory, answer = (self._mark(memory_BM, mark) for mark in (self.marks.memory, self.marks.answer))
         return torch.cat([memory, memory_BM, answer], 1)
 
+    def memory_of(self, prompt_BL: Tensor) -> Tensor:
+        """The memory that a prompt shows, [B, M]."""
+        start = self.question + 2
+        return prompt_BL[:, start : start + self.memory]
+
     def written(self, generated: Generated) -> Tensor:
         """The generated tokens before the end token, padded to the width of the turn."""
         tokens = generated.tokens_BN

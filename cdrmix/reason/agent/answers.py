@@ -37,7 +37,7 @@ class AnswerScorer:
         device = reading.answer_BA.device
         all_B = torch.ones(len(reading.answer_BA), dtype=torch.bool, device=device)
         if self._reward is None:
-            return self.likelihood(model, reading, episodes, group), all_B
+            return self.likelihood(model, reading.memory.shown(), episodes), all_B
         if asked is None:
             return reading.exact_B.double(), all_B
         repeated = [each for each in asked for _ in range(group)]
@@ -52,20 +52,25 @@ class AnswerScorer:
         return torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=device), given_B
 
     @torch.no_grad()
-    def likelihood(self, model: LanguageModel, reading: Reading, episodes: Episodes, group: int) -> Tensor:
-        """The geometric mean of the probabilities of the right answer's tokens and its end after the final memory."""
-        answer_BA = episodes.answer_BA.to(reading.answer_BA.device).repeat_interleave(group, 0)
-        lengths_B1 = (answer_BA != self._window.pad).sum(1, keepdim=True)
-        places_A = torch.arange(answer_BA.shape[1], device=answer_BA.device)
-        wanted_BA = torch.where(places_A == lengths_B1, self._window.marks.end, answer_BA)
-        prompts_BL = torch.cat(
-            [
-                self._window.begin(episodes.question_BQ.to(answer_BA.device)).repeat_interleave(group, 0),
-                self._window.last(reading.memory.shown()),
-            ],
-            1,
-        )
-        logits = taken(model, prompts_BL, wanted_BA).logits_SNV
-        log_probs = logits.log_softmax(-1).gather(-1, wanted_BA.unsqueeze(-1)).squeeze(-1).double()
-        counted = places_A <= lengths_B1
+    def likelihood(self, model: LanguageModel, memory_RM: Tensor, episodes: Episodes) -> Tensor:
+        """The geometric mean of the probabilities of the right answer's tokens and its end after a memory.
+
+        memory_RM: of R rollouts, the same number of each episode side by side. Gives float64 [R].
+        """
+        device, group = memory_RM.device, len(memory_RM) // len(episodes.answer_BA)
+        answer_RA = episodes.answer_BA.to(device).repeat_interleave(group, 0)
+        lengths_R1 = (answer_RA != self._window.pad).sum(1, keepdim=True)
+        places_A = torch.arange(answer_RA.shape[1], device=device)
+        wanted_RA = torch.where(places_A == lengths_R1, self._window.marks.end, answer_RA)
+        begin_RL = self._window.begin(episodes.question_BQ.to(device)).repeat_interleave(group, 0)
+        logits = taken(model, torch.cat([begin_RL, self._window.last(memory_RM)], 1), wanted_RA).logits_SNV
+        log_probs = logits.log_softmax(-1).gather(-1, wanted_RA.unsqueeze(-1)).squeeze(-1).double()
+        counted = places_A <= lengths_R1
         return (torch.where(counted, log_probs, 0.0).sum(1) / counted.sum(1)).exp()
+
+    def gains(self, model: LanguageModel, reading: Reading, episodes: Episodes, reward_R: Tensor) -> Tensor:
+        """The reward of each turn, float64 [T, R]: what it adds to the likelihood of the right answer; of the answer,
+        `reward_R` less the likelihood after the final memory. The sum over turns is the reward less the likelihood
+        after an empty memory: shaping by a potential, which changes no best policy (Ng, Harada and Russell, 1999)."""
+        before_TR = [self.likelihood(model, self._window.memory_of(turn.prompt_BL), episodes) for turn in reading.turns]
+        return torch.stack([*before_TR[1:], reward_R]) - torch.stack(before_TR)

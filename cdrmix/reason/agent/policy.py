@@ -22,7 +22,7 @@ from cdrmix.reason.agent.answers import AnswerScorer
 from cdrmix.reason.episodes import Asked, EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
-from cdrmix.reason.rl.grpo import OBJECTIVES, Advantages, Objective, Totals, entropy, group_advantages, policy_loss
+from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss, returns
 from cdrmix.reason.rl.rollout import micro_batches, taken
 from cdrmix.training.distributed import reduce_over_processes
 from cdrmix.training.objective import Outcome
@@ -54,21 +54,15 @@ class RolloutBatch(NamedTuple):
     mask_SN: Tensor
 
     @classmethod
-    def of(cls, turns: tuple[Turn, ...], advantages_B: Tensor, kept_B: Tensor) -> RolloutBatch:
-        """Turns of one width, without rollouts that are not kept. If none is kept, one stays and is masked."""
-        if not kept_B.any():
-            kept_B = torch.arange(len(kept_B), device=kept_B.device) == 0
-            advantages_B = torch.zeros_like(advantages_B)
-            turns = tuple(
-                Turn(turn.prompt_BL, turn.generated._replace(mask_BN=torch.zeros_like(turn.generated.mask_BN)))
-                for turn in turns[:1]
-            )
-        columns = [
-            (turn.prompt_BL[kept_B], *(x[kept_B] for x in turn.generated[:2]), advantages_B[kept_B]) for turn in turns
-        ]
-        masks = [turn.generated.mask_BN[kept_B] for turn in turns]
-        prompts, tokens, log_probs, advantages = (torch.cat(column) for column in zip(*columns, strict=True))
-        return cls(prompts, tokens, log_probs, advantages, torch.cat(masks))
+    def of(cls, turns: tuple[Turn, ...], advantages_TB: Tensor, kept_TB: Tensor) -> RolloutBatch:
+        """Turns of one width that are kept. If none is, one row stays and is masked."""
+        if not kept_TB.any():
+            prompt, (tokens, log_probs, mask) = (turns[0].prompt_BL[:1], (x[:1] for x in turns[0].generated))
+            return cls(prompt, tokens, log_probs, torch.zeros_like(advantages_TB[0, :1]), torch.zeros_like(mask))
+        parts = []
+        for (prompt, (tokens, log_probs, mask)), advantages, kept in zip(turns, advantages_TB, kept_TB, strict=True):
+            parts.append(cls(*(column[kept] for column in (prompt, tokens, log_probs, advantages, mask))))
+        return cls.joined(parts)
 
     @classmethod
     def joined(cls, batches: list[RolloutBatch]) -> RolloutBatch:
@@ -77,14 +71,22 @@ class RolloutBatch(NamedTuple):
 
 
 class RolledOut(NamedTuple):
-    """Rollouts of some questions. scored_B: whether the reward function gave a number. asked: the questions as text.
-    turns: chunks that are not empty, of all rollouts."""
+    """Rollouts of some questions. gains_TB: rewards of turns, or None. scored_B: whether the reward function gave a
+    number. asked: the questions as text. turns: chunks that are not empty, of all rollouts."""
 
     reading: Reading
     rewards: Rewards
+    gains_TB: Tensor | None
     scored_B: Tensor
     asked: list[Asked] | None
     turns: int
+
+
+class LearntFrom(NamedTuple):
+    """Sequences to learn from, by their width; kept_groups: groups of which at least one is."""
+
+    batches: list[RolloutBatch]
+    kept_groups: int
 
 
 class ShownRollout(NamedTuple):
@@ -157,34 +159,36 @@ class PolicyPhase:
             ]
         rewards = Rewards(*(torch.cat(column) for column in zip(*(part.rewards for part in parts), strict=True)))
         scored_B = torch.cat([part.scored_B for part in parts])
-        group = group_advantages(
-            rewards.total_B, self.rl.group_size, deviation=self.objective.deviation, usable_N=scored_B
-        )
+        learnt = [self._learnt_from(part) for part in parts]
+        groups = len(scored_B) // self.rl.group_size
+        dropped_groups = groups - sum(part.kept_groups for part in learnt)
         errors = len(scored_B) - int(scored_B.sum())
         turns_read = sum(part.turns for part in parts)
-        sums = _sums([part.reading for part in parts], group.groups, group.dropped_groups, rewards, turns_read, errors)
+        sums = _sums([part.reading for part in parts], groups, dropped_groups, rewards, turns_read, errors)
         if self.rl.rollouts_every and step % self.rl.rollouts_every == 0 and rank == 0:
             self.shown = _shown(parts[0], self.source, self.rl.group_size)
-        batches = self._sequences(parts, group, together * self.rl.group_size)
+        batches = [RolloutBatch.joined(list(same)) for same in zip(*(part.batches for part in learnt), strict=True)]
         rows = self.settings.micro_batch
         wanted = [-(-len(batch.prompts_SL) // rows) for batch in batches]
         counts = torch.tensor(
             [
                 sum(float(batch.mask_SN.sum()) for batch in batches),
                 sum(float(batch.mask_SN.any(1).sum()) for batch in batches),
-                group.groups,
-                group.dropped_groups,
+                groups,
+                dropped_groups,
                 float(rewards.task_B.mean()) / processes,
                 float(scored_B.sum()),
             ],
             dtype=torch.float64,
         )
-        tokens, sequences, groups, dropped, solved, given = reduce_over_processes(counts, processes, "sum").tolist()
+        tokens, sequences, all_groups, all_dropped, solved, given = reduce_over_processes(
+            counts, processes, "sum"
+        ).tolist()
         if not given:
             reason = f": {self.scorer.error}" if self.scorer.error else ""
             raise PluginError(f"reasoning.rl.reward={self.rl.reward} failed for every answer of a step{reason}")
         least = reduce_over_processes(torch.tensor(wanted), processes, "max").tolist()
-        self._watch(groups == dropped, solved)
+        self._watch(all_groups == all_dropped, solved)
         totals = Totals(max(tokens, 1.0), max(sequences, 1.0), max(self.window.part, self.window.answer))
         losses: list[Loss] = [
             _PolicyLoss(RolloutBatch(*micro_batch), self, totals)
@@ -218,20 +222,27 @@ class PolicyPhase:
         task_B, scored_B = self.scorer(model.language_model, reading, episodes, asked, self.rl.group_size)
         read_B = (episodes.chunks_BNC != self.window.pad).any(2).sum(1)
         turns = int(read_B.sum()) * self.rl.group_size
-        return RolledOut(reading, rewards_of(reading, self.rl, self.step_budget, task_B), scored_B, asked, turns)
+        rewards, gains_TB = rewards_of(reading, self.rl, self.step_budget, task_B), None
+        if self.rl.credit == "gain":
+            gains_TB = self.scorer.gains(model.language_model, reading, episodes, rewards.total_B)
+        return RolledOut(reading, rewards, gains_TB, scored_B, asked, turns)
 
-    def _sequences(self, parts: list[RolledOut], group: Advantages, rows: int) -> list[RolloutBatch]:
-        """What is learnt from: the turns that wrote memories, if they have credit, and those that answered.
-
-        rows: rollouts of each part but the last, which may have fewer.
-        """
-        turns, answers = [], []
-        of_parts = zip(parts, group.advantages_N.split(rows), group.kept_N.split(rows), strict=True)
-        for part, advantages, kept in of_parts:
-            if self.rl.credit != "final_turn" and len(part.reading.turns) > 1:
-                turns.append(RolloutBatch.of(part.reading.turns[:-1], advantages, kept))
-            answers.append(RolloutBatch.of(part.reading.turns[-1:], advantages, kept))
-        return [RolloutBatch.joined(those) for those in (turns, answers) if those]
+    def _learnt_from(self, part: RolledOut) -> LearntFrom:
+        """The turns that wrote memories, if they have credit, and those that answered, with their advantages."""
+        turns, size = part.reading.turns, self.rl.group_size
+        rewards_TB = part.rewards.total_B.expand(len(turns), -1)
+        if part.gains_TB is not None:
+            # Equal ones must be equal after sums of likelihoods: float64 has 16 digits, the model's float32 has 7.
+            rewards_TB = returns(part.gains_TB, self.rl.gain_discount).round(decimals=9)
+        of_turns = [
+            group_advantages(rewards_B, size, deviation=self.objective.deviation, usable_N=part.scored_B)
+            for rewards_B in rewards_TB
+        ]
+        advantages_TB, kept_TB = (torch.stack(column) for column in zip(*(each[:2] for each in of_turns), strict=True))
+        batches = [RolloutBatch.of(turns[-1:], advantages_TB[-1:], kept_TB[-1:])]
+        if self.rl.credit != "final_turn":
+            batches.insert(0, RolloutBatch.of(turns[:-1], advantages_TB[:-1], kept_TB[:-1]))
+        return LearntFrom(batches, int(kept_TB.any(0).view(-1, size).any(1).sum()))
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
         """Means for a rollout of the reward and its parts; capture and retention, if there are facts; the share of
@@ -297,6 +308,7 @@ class _PolicyLoss:
         self.batch, self.totals = batch, totals
         self.share = float(batch.mask_SN.any(1).sum()) / totals.sequences
         self.objective, self.reference, self.temperature = phase.objective, phase.reference, phase.rl.temperature
+        self.entropy_weight = phase.rl.entropy_weight
         self.rolled_out = torch.zeros(len(ROLLED_OUT))
 
     def __call__(self, model: StageBModel) -> Outcome:
@@ -313,10 +325,10 @@ class _PolicyLoss:
         result = policy_loss(
             _log_probs(logits, tokens), old_log_probs, advantages, mask, self.objective, self.totals, reference
         )
-        uncertainty = torch.where(mask, entropy(logits.detach()), 0.0).sum()
-        of_tokens = [result.loss.detach(), *result[1:], uncertainty]
-        sums = torch.stack([x.float() for x in of_tokens])
-        return Outcome(result.loss + balance * self.share, torch.cat([self.rolled_out.to(sums), sums]))
+        uncertainty = torch.where(mask, entropy(logits if self.entropy_weight else logits.detach()), 0.0).sum()
+        loss = result.loss - self.entropy_weight * uncertainty / self.totals.tokens
+        sums = torch.stack([x.detach().float() for x in (loss, *result[1:], uncertainty)])
+        return Outcome(loss + balance * self.share, torch.cat([self.rolled_out.to(sums), sums]))
 
 
 def _log_probs(logits_SNV: Tensor, tokens_SN: Tensor) -> Tensor:

@@ -83,6 +83,15 @@ def group_advantages(
     return Advantages(advantages.flatten(), kept.expand_as(rewards).flatten(), len(kept), dropped)
 
 
+def returns(rewards_TN: Tensor, discount: float) -> Tensor:
+    """Of every turn, its reward and the later ones of the rollout, times discount^distance: [T, N]."""
+    later_N, found = torch.zeros_like(rewards_TN[0]), []
+    for reward_N in rewards_TN.flip(0):
+        later_N = reward_N + discount * later_N
+        found.append(later_N)
+    return torch.stack(found).flip(0)
+
+
 class Totals(NamedTuple):
     """Divisors of means, over all micro-batches and processes of an update. longest: the most tokens allowed."""
 
