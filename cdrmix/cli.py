@@ -232,9 +232,8 @@ def parser() -> argparse.ArgumentParser:
     text = "make a model of a file of public RWKV-7 weights: a read-only folder, as of export, for every --model"
     _import_options(add("import", commands.import_model, text))
     _add_reason(subparsers)
-    ablate = add(
-        "ablate", commands.ablate, "train small models with a mechanism on and off, and print a comparison", config=True
-    )
+    text = "train small models with a mechanism on and off, and print a comparison; of a folder, for each of its files"
+    ablate = add("ablate", commands.ablate, text, config=True)
     ablate.add_argument("--seeds", type=seed_list, metavar="1,2,3", help="seeds to run (default: those of the file)")
     ablate.add_argument("--arms", type=name_list, metavar="A,B", help="arms to run (default: all)")
     ablate.add_argument(

@@ -229,10 +229,15 @@ def reason_eval(options: argparse.Namespace) -> int:
 
 
 def ablate(options: argparse.Namespace) -> int:
-    from cdrmix.reason.experiments.ablation import run
+    from cdrmix.reason.experiments.ablation import run, run_folder
 
-    outcome = run(options.config, options.overrides, options.seeds, options.out, arms=options.arms)
-    return 0 if outcome.holds else 1
+    if options.config.is_dir():
+        if options.arms is not None:
+            raise ConfigError(f"--arms does not work with a folder; name one file of {options.config}")
+        outcomes = run_folder(options.config, options.overrides, options.seeds, options.out)
+    else:
+        outcomes = [run(options.config, options.overrides, options.seeds, options.out, arms=options.arms)]
+    return 0 if all(outcome.holds for outcome in outcomes) else 1
 
 
 def export(options: argparse.Namespace) -> int:

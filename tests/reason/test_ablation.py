@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Demand
 from cdrmix.errors import ConfigError
@@ -151,6 +152,34 @@ def test_an_interrupted_table_goes_on(counted: tuple[Path, list[tuple[int, int]]
     )
     assert "at least 100: FAILS" in outcome.table
     assert ablation.run(path, out=out, say=quiet).table == outcome.table  # nothing is run again
+    assert len(runs) == 6
+
+
+def test_a_folder_is_checked_as_a_whole_and_then_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One command for all tables. A mistake in the last file is said before the first arm is run."""
+    runs: list[int] = []
+
+    def experiment(config: object, seed: int, say: object) -> dict[str, float]:
+        runs.append(seed)
+        return {"steps": float(config.train.steps)}  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(ablation, "EXPERIMENTS", {"tracking": experiment})
+    folder, out, said = tmp_path / "files", tmp_path / "out", []
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="has no files"):
+        ablation.run_folder(folder, out=out, say=quiet)
+    (folder / "a.yaml").write_text(FILE)
+    (folder / "b.yaml").write_text(FILE.replace("minus_arm: few", "minus_arm: fwe"))
+    with pytest.raises(ConfigError, match="there is no arm 'fwe'"):
+        ablation.run_folder(folder, out=out, say=quiet)
+    assert runs == []
+    (folder / "b.yaml").write_text(FILE.replace("steps=50", "steps=60"))
+    command = ["ablate", "--config", str(folder), "--out", str(out)]
+    assert main(command) == 1, "two demands fail"
+    assert sorted(runs) == [1, 1, 1, 2, 2, 2], "arms that files share are run once"
+    ablation.run_folder(folder, out=out, say=said.append)
+    assert "4 demands: 2 holds, 0 not shown, 2 fails, 0 not run. The runs took 0.00 hours." in said
+    assert main([*command, "--arms", "few"]) == 2
     assert len(runs) == 6
 
 

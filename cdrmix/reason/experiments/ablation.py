@@ -12,12 +12,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, cast, get_args
 
 import torch
 
 import cdrmix
 from cdrmix.config.schema import Config
+from cdrmix.config.schema_ablation import Ablation
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
 from cdrmix.kernels.common.products import multiply_on_one_thread, set_num_threads
@@ -29,23 +30,50 @@ from cdrmix.reason.experiments import (  # noqa: F401  # they register themselve
     token_memory,
 )
 from cdrmix.reason.experiments.base import EXPERIMENTS, Say
-from cdrmix.reason.experiments.table import Verdict, check, judge, markdown
+from cdrmix.reason.experiments.table import Judgement, Verdict, check, judge, markdown, verdict_line
 
 RESULTS = "results.jsonl"
 
 
 class Outcome(NamedTuple):
-    """The result of an ablation. table: Markdown. measured: arm -> seed -> measurement -> value."""
+    """The result of an ablation. table: Markdown. measured: arm -> seed -> measurement -> value. seconds: of the runs,
+    those before this one too."""
 
     name: str
     table: str
     measured: dict[str, dict[int, dict[str, float]]]
     verdicts: tuple[Verdict, ...]
+    seconds: float
 
     @property
     def holds(self) -> bool:
         """Whether every demand holds: "not shown" is not enough."""
         return all(verdict.outcome == "holds" for verdict in self.verdicts)
+
+
+class Planned(NamedTuple):
+    """A file that was read and checked. cells: the configurations of the arms that are to be run."""
+
+    path: Path
+    ablation: Ablation
+    cells: dict[str, Config]
+
+
+def plan(path: str | Path, overrides: Sequence[str] = (), arms: Sequence[str] | None = None) -> Planned:
+    """Reads a file with all its arms, so that a mistake in the last one is reported before the first is run.
+
+    Raises ConfigError for a file without an ablation, and for demands on arms or measurements that do not exist.
+    """
+    path = Path(path)
+    ablation = Config.from_yaml(path, overrides).ablation
+    if ablation is None:
+        raise ConfigError(f"{path} has no section `ablation:`; configs/ablations/ has files that do")
+    check(ablation)
+    wanted = list(ablation.arms) if arms is None else list(arms)
+    for arm in wanted:
+        if arm not in ablation.arms:
+            raise ConfigError(f"{path}: there is no arm {arm!r}; there are {', '.join(ablation.arms)}")
+    return Planned(path, ablation, {arm: _arm(path, ablation.arms[arm].set, overrides) for arm in wanted})
 
 
 def run(
@@ -61,42 +89,60 @@ def run(
 
     overrides: applied to every arm. seeds, arms: those alone; None: the file's. out: a folder, by default
         experiments/ablations; the table is its file NAME.md.
-    Raises ConfigError for a file without an ablation, and for demands on arms or measurements that do not exist.
+    Raises ConfigError as `plan` does.
     """
-    path, folder = Path(path), Path("experiments/ablations" if out is None else out)
-    config = Config.from_yaml(path, overrides)
-    ablation = config.ablation
-    if ablation is None:
-        raise ConfigError(f"{path} has no section `ablation:`; configs/ablations/ has files that do")
-    check(ablation)
-    wanted = list(ablation.arms) if arms is None else list(arms)
-    for arm in wanted:
-        if arm not in ablation.arms:
-            raise ConfigError(f"{path}: there is no arm {arm!r}; there are {', '.join(ablation.arms)}")
+    return _run(plan(path, overrides, arms), seeds, out, say)
+
+
+def run_folder(
+    folder: str | Path,
+    overrides: Sequence[str] = (),
+    seeds: Sequence[int] | None = None,
+    out: str | Path | None = None,
+    *,
+    say: Say = print,
+) -> list[Outcome]:
+    """`run` for every file NAME.yaml of a folder, in the order of their names; then a line for each verdict and the
+    time of all runs. All files are checked before the first arm is run."""
+    planned = [plan(path, overrides) for path in sorted(Path(folder).glob("*.yaml"))]
+    if not planned:
+        raise ConfigError(f"{folder} has no files NAME.yaml")
+    outcomes = [_run(each, seeds, out, say) for each in planned]
+    verdicts = [(outcome.name, verdict) for outcome in outcomes for verdict in outcome.verdicts]
+    for name, verdict in verdicts:
+        say(f"{name}: {verdict_line(verdict)}")
+    counts = ", ".join(
+        f"{sum(verdict.outcome == word for _, verdict in verdicts)} {word}" for word in get_args(Judgement)
+    )
+    hours = sum(outcome.seconds for outcome in outcomes) / 3600
+    say(f"{len(verdicts)} demands: {counts}. The runs took {hours:.2f} hours.")
+    return outcomes
+
+
+def _run(planned: Planned, seeds: Sequence[int] | None, out: str | Path | None, say: Say) -> Outcome:
+    name, ablation, cells = planned.path.stem, planned.ablation, planned.cells
+    folder = Path("experiments/ablations" if out is None else out)
     folder.mkdir(parents=True, exist_ok=True)
-    # every arm is read before the first is run, so that a mistake in the last one is reported at once
-    cells = {arm: _arm(path, ablation.arms[arm].set, overrides) for arm in wanted}
     known = _read(folder / RESULTS, say)
-    measured: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in wanted}
+    measured: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in cells}
     seconds = 0.0
     for seed in ablation.seeds if seeds is None else seeds:
         for arm, cell in cells.items():
             mark = fingerprint(cell, seed)
             if mark not in known:
-                say(f"{path.stem}, {arm}, seed {seed} ...")
-                known[mark] = line = _run_one(cell, seed, mark, f"{path.stem}, {arm}", say)
+                say(f"{name}, {arm}, seed {seed} ...")
+                known[mark] = line = _run_one(cell, seed, mark, f"{name}, {arm}", say)
                 _append(folder / RESULTS, line)
             line = known[mark]
-            measured[arm][seed] = {
-                name: float(cast(float, value)) for name, value in _mapping(line["measured"]).items()
-            }
+            measured[arm][seed] = {key: float(cast(float, value)) for key, value in _mapping(line["measured"]).items()}
             seconds += float(cast(float, line["seconds"]))
-            figures = ", ".join(f"{name} {value:.3f}" for name, value in measured[arm][seed].items())
-            say(f"{path.stem}, {arm}, seed {seed}: {figures} ({line['seconds']} s)")
-    table = markdown(path.stem, ablation, measured, seconds)
-    write_atomically(folder / f"{path.stem}.md", table)
+            figures = ", ".join(f"{key} {value:.3f}" for key, value in measured[arm][seed].items())
+            say(f"{name}, {arm}, seed {seed}: {figures} ({line['seconds']} s)")
+    table = markdown(name, ablation, measured, seconds)
+    write_atomically(folder / f"{name}.md", table)
     say(table)
-    return Outcome(path.stem, table, measured, tuple(judge(demand, measured) for demand in ablation.demands))
+    verdicts = tuple(judge(demand, measured) for demand in ablation.demands)
+    return Outcome(name, table, measured, verdicts, seconds)
 
 
 def fingerprint(config: Config, seed: int) -> str:
