@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ def token_memory(config: Config, seed: int, say: Say) -> dict[str, float]:
     """Trains by imitation, and by the policy phase if it has steps; measures the greedy agent at every chunk count N.
 
     Returns accuracy@N (the share of right tokens of answers), exact@N (the share of answers that are right as a whole),
-    capture@N, retention@N, changes@N; and window@N: the accuracy if the agent reads the last chunk alone. Arms with the
+    capture@N and retention@N where the task has facts, changes@N; and window@N: the accuracy if the agent reads the last chunk alone. Arms with the
     same imitation share the model after it.
     """
     reasoning, ablation = config.reasoning, config.ablation
@@ -48,7 +49,7 @@ def token_memory(config: Config, seed: int, say: Say) -> dict[str, float]:
         last = evaluate(model.language_model, window, asked, numbers, chunks, step_budget=budget, last_only=True)
         result = {"accuracy": score.matched, "exact": score.exact, "capture": score.capture}
         result |= {"retention": score.retention, "changes": score.changes, "window": last.matched}
-        measured |= {f"{name}@{chunks}": value for name, value in result.items()}
+        measured |= {f"{name}@{chunks}": value for name, value in result.items() if not math.isnan(value)}
     return measured
 
 
