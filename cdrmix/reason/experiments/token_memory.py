@@ -23,8 +23,8 @@ def token_memory(config: Config, seed: int, say: Say) -> dict[str, float]:
     """Trains by imitation, and by the policy phase if it has steps; measures the greedy agent at every chunk count N.
 
     Returns accuracy@N (the share of right tokens of answers), exact@N (the share of answers that are right as a whole),
-    capture@N and retention@N where the task has facts, changes@N; and window@N: the accuracy if the agent reads the last chunk alone. Arms with the
-    same imitation share the model after it.
+    capture@N and retention@N where the task has facts, changes@N; and window@N: the accuracy if the agent reads the
+    last chunk alone. Arms with the same imitation share the model after it.
     """
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None
