@@ -14,8 +14,8 @@ from cdrmix.reason.sources import source_of
 def plasticity(config: Config, seed: int, say: Say) -> dict[str, float]:
     """Trains a small model by phase B1 and measures it at every number of chunks of the ablation.
 
-    Returns accuracy@N, and harder@N for episodes of the ablation's difficulty; with adapters also zeroed@N and
-    swapped@N: the accuracy with fast weights of zeros, and with those of another episode.
+    Returns accuracy@N, of text also exact@N, and harder@N for episodes of the ablation's difficulty; with adapters also
+    zeroed@N and swapped@N: the accuracy with fast weights of zeros, and with those of another episode.
     """
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None

@@ -25,7 +25,7 @@ from cdrmix.data.tasks import IGNORED
 from cdrmix.model.cache import plastic_only, with_fast_weights
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import Cache, LanguageModel
-from cdrmix.reason.episodes import Episodes, EpisodeSource, by_length
+from cdrmix.reason.episodes import Episodes, EpisodeSource, TextEpisodes, by_length
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.training.objective import Outcome
@@ -206,23 +206,26 @@ def accuracy(
     numbers: Sequence[int],
     changes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> dict[str, float]:
-    """ "accuracy": the share of the answers' tokens that are most probable; and the same for each name in changes.
+    """ "accuracy": the share of the answers' tokens that are most probable, and the same for each name in changes; of
+    text also "exact": the share of episodes in which all of them are.
 
     changes: functions that change the fast weights between the last chunk and the question.
     """
     was_training = model.training
     model.eval()
     names = ["accuracy", *(changes or {})]
-    right, asked = dict.fromkeys(names, 0), 0
+    right, asked, exact = dict.fromkeys(names, 0), 0, 0
     for first in range(0, len(numbers), EVALUATION_ROWS):
         made = source.batch(numbers[first : first + EVALUATION_ROWS], chunks)
         for _, episodes in by_length(made, source.pad):
             cache = read(model, episodes.chunks_BNC, carry)
             right_BP, asked_BP = answers(model, source, episodes, cache)
             right["accuracy"] += int(right_BP.sum())
+            exact += int((right_BP | ~asked_BP).all(1).sum())
             asked += int(asked_BP.sum())
             for name, change in (changes or {}).items():
                 assert cache is not None
                 right[name] += int(answers(model, source, episodes, with_fast_weights(cache, change))[0].sum())
     model.train(was_training)
-    return {name: count / max(asked, 1) for name, count in right.items()}
+    shares = {name: count / max(asked, 1) for name, count in right.items()}
+    return shares | ({"exact": exact / max(len(numbers), 1)} if isinstance(source, TextEpisodes) else {})
