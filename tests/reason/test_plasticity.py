@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from cdrmix.model.cache import fast_weights, with_fast_weights
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.reason.episodes import TokenSource
 from cdrmix.reason.experiments import state_tracking
-from cdrmix.reason.experiments.base import small_model
+from cdrmix.reason.experiments.base import small_model, tokenizer_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.plasticity import phase as plasticity
 from cdrmix.reason.plasticity.phase import PlasticityPhase, answers, read, rows_of
@@ -148,6 +149,29 @@ def test_training_rows_have_two_chunks_to_the_configured_number() -> None:
     phase = PlasticityPhase(growing, source_for(growing))
     for steps, chunks in ((range(30), {2}), (range(30, 60), {2, 3}), (range(60, 160), {2, 3, 4})):
         assert {phase.chunks(step) for step in steps} == chunks
+
+
+def test_an_answer_of_text_counts_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of the first answer of each batch is made wrong; all others are right."""
+    config = Config.from_yaml(ABLATIONS / "babilong-carried.yaml", ["model.d_model=32", "model.vocab_size=600"])
+    assert config.reasoning is not None
+    section = config.reasoning.plasticity
+    tokenizer = tokenizer_of(config, section)
+    source, model = source_of(section, 64, tokenizer), small_model(config, 1).language_model
+    batches = []
+
+    def almost_right(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        asked_BP = answers(*arguments)[1]
+        right_BP = asked_BP.clone()
+        right_BP[0, int(asked_BP[0].nonzero()[0])] = False
+        batches.append(int(asked_BP.sum()))
+        return right_BP, asked_BP
+
+    monkeypatch.setattr(plasticity, "answers", almost_right)
+    found = plasticity.accuracy(model, source, "all", 4, range(5))
+    assert found["exact"] == 1 - len(batches) / 5
+    assert found["accuracy"] == 1 - len(batches) / sum(batches)
+    assert sum(batches) > 5, "an answer has its end beside its words"
 
 
 def test_swapping_takes_another_episodes_weights() -> None:
