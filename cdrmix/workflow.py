@@ -231,7 +231,8 @@ def _trained_base(config: Config, shards: ShardSet) -> Callable[[], Loaded | Loa
     section = config.model
     if isinstance(section, Model):
         backbone = config.reasoning.backbone if config.reasoning else None
-        return functools.partial(load_start, Path(backbone), config, shards.tokenizer) if backbone else None
+        start = Path(backbone).expanduser() if backbone else None
+        return functools.partial(load_start, start, config, shards.tokenizer) if start else None
     if section.random is not None:
         return None
     return lambda: untrained(config, shards.tokenizer)

@@ -104,12 +104,12 @@ def check_stage_b(config: Config, processes: int = 1) -> None:
                 f"train.expert_parallel: phase {name} trains no expert, which DeepSpeed refuses at ZeRO stages 1 and "
                 "2; set train.zero_stage to 0 or 3"
             )
-    backbone = config.reasoning.backbone
-    if backbone and not Path(backbone).exists():
+    backbone = config.reasoning.backbone and Path(config.reasoning.backbone).expanduser()
+    if backbone and not backbone.exists():
         allowed = "a run, a checkpoint, an export, or a file of RWKV-7 weights"
         raise ConfigError(f"reasoning.backbone={backbone} does not exist; name {allowed}")
-    if backbone and is_weights_file(Path(backbone)):
-        check_model(config, Path(backbone))
+    if backbone and is_weights_file(backbone):
+        check_model(config, backbone)
     check_episodes(config)
 
 
@@ -165,7 +165,7 @@ def _start(
         raise CheckpointError(f"{run.checkpoints} has no complete checkpoint of stage A, which stage B starts from")
     weights = {}
     if world.is_main_process:
-        weights = backbone_weights(Path(config.reasoning.backbone), config, run.tokenizer)
+        weights = backbone_weights(Path(config.reasoning.backbone).expanduser(), config, run.tokenizer)
     return Progress(), weights, None
 
 

@@ -132,8 +132,11 @@ def test_a_backbone_of_other_sizes_is_refused(
 
 
 @pytest.mark.slow
-def test_stage_b_begins_with_a_trained_backbone(finished: Path, arguments: Arguments, tmp_path: Path) -> None:
-    overrides = arguments(*REASON, f"run.root={tmp_path}", f"reasoning.backbone={finished}")
+def test_stage_b_begins_with_a_trained_backbone(
+    finished: Path, arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(finished.parent))
+    overrides = arguments(*REASON, f"run.root={tmp_path}", f"reasoning.backbone=~/{finished.name}")
     overrides += [f"reasoning.phases.{name}.steps=0" for name in PHASES if name != "acceptance"]
     assert main(["train", *overrides, f"data.tokenizer.path={finished / 'tokenizer.json'}"]) == 0
     (run,) = tmp_path.iterdir()
