@@ -31,7 +31,7 @@ def test_the_plan_of_a_card_as_json(arguments: Arguments, capsys: pytest.Capture
 
 def test_the_plan_has_the_phases_of_stage_b(capsys: pytest.CaptureFixture[str]) -> None:
     config = Path(__file__).parents[2] / "configs" / "cdrmix-reason-tiny.yaml"
-    steps = dict.fromkeys(("plasticity", "imitation", "operations_imitation", "operations", "joint"), 0)
+    steps = dict.fromkeys(("plasticity", "operations_imitation", "operations"), 0) | {"policy": 4}
     keys = ["model.layers=2", *(f"reasoning.phases.{name}.steps={count}" for name, count in steps.items())]
     assert main(["plan", "--config", str(config), *keys, "--gpu", "h100", "--json"]) == 0
     phases = json.loads(capsys.readouterr().out)["phases"]

@@ -24,12 +24,12 @@ CORE = {
     "200b": (12288, 96, 96, 32768, 0.8, 0.8),
 }
 # plastic-LoRA rank, alpha, decay; step budget, branches; memory dim, top-k, tokens; horizon and two reward weights
-# The specification's, but for the second and the third: alpha and decay, for which the files give the reason.
+# The specification's, but for alpha, decay and branches, for which the files give the reason.
 REASONING = {
-    "1b": (8, 4.0, 1.0, 64, 3, 512, 4, 16384, 256, 0.01, 0.1),
-    "4b": (12, 4.0, 1.0, 96, 3, 640, 6, 32768, 384, 0.01, 0.1),
-    "40b": (16, 4.0, 1.0, 128, 4, 768, 8, 131072, 512, 0.008, 0.12),
-    "200b": (24, 4.0, 1.0, 160, 4, 1024, 8, 262144, 768, 0.006, 0.12),
+    "1b": (8, 4.0, 1.0, 64, 1, 512, 4, 16384, 256, 0.01, 0.1),
+    "4b": (12, 4.0, 1.0, 96, 1, 640, 6, 32768, 384, 0.01, 0.1),
+    "40b": (16, 4.0, 1.0, 128, 1, 768, 8, 131072, 512, 0.008, 0.12),
+    "200b": (24, 4.0, 1.0, 160, 1, 1024, 8, 262144, 768, 0.006, 0.12),
 }
 
 

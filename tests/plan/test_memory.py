@@ -60,6 +60,7 @@ ONLY_POLICY = [
     "model.layers=2",
     *(f"reasoning.phases.{name}.steps=0" for name in ("plasticity", "acceptance", "imitation", "operations", "joint")),
     "reasoning.phases.operations_imitation.steps=0",
+    "reasoning.phases.policy={steps: 4, episodes: 4, micro_batch: 64, train: all}",
 ]
 
 

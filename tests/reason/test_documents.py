@@ -216,7 +216,8 @@ WIDE: dict[str, tuple[dict[str, Any], str]] = {
 def test_all_documents_are_checked_before_training(name: str, write: Write, tokenizer: TextTokenizer) -> None:
     changes, message = WIDE[name]
     path = write(*(row_of(number) for number in range(20)), row_of(3, **changes), row_of(3, **changes))
-    overrides = [f"reasoning.agent={{chunks: 8, data: {{kind: jsonl, paths: [{path}]}}}}"]
+    data = f"{{chunks: 8, data: {{kind: jsonl, paths: [{path}]}}}}"
+    overrides = [f"reasoning.agent={data}", "reasoning.phases.imitation.steps=1"]
     config = Config.from_yaml("configs/cdrmix-reason-tiny.yaml", overrides)
     with pytest.raises(
         ConfigError, match=rf"reasoning.agent, an episode of 8 chunks: .*questions.jsonl:2[12]: {message}"

@@ -179,9 +179,9 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_episodes_that_cannot_be_made_are_found_at_once(name: str, tokenizer: TextTokenizer) -> None:
     override, message = MISTAKES[name]
-    difficulty = "reasoning.plasticity.difficulty={keys: 128}"
+    overrides = ["reasoning.plasticity.difficulty={keys: 128}", "reasoning.phases.imitation.steps=1", override]
     with pytest.raises(ConfigError, match=message):
-        check_episodes(Config.from_yaml("configs/cdrmix-reason-tiny.yaml", [difficulty, override]), tokenizer)
+        check_episodes(Config.from_yaml("configs/cdrmix-reason-tiny.yaml", overrides), tokenizer)
 
 
 def test_shipped_episodes_can_be_made(tokenizer: TextTokenizer) -> None:
