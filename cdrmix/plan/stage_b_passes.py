@@ -76,7 +76,8 @@ class Sequences(NamedTuple):
         reference = torch.zeros_like(log_probs) if self.objective.kl_weight else None
         totals = Totals(1.0, 1.0, self.tokens)
         loss = policy_loss(log_probs, log_probs.detach(), weights, counts, self.objective, totals, reference).loss
-        return loss + balance + 0.0 * entropy(logits.detach()).sum()
+        weight = self.objective.entropy_weight
+        return loss + balance - weight * entropy(logits if weight else logits.detach()).sum()
 
 
 class Chunks(NamedTuple):

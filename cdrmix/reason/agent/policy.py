@@ -39,7 +39,8 @@ OF_TOKENS = ("loss", "tokens", "clipped_low", "clipped_high", "divergence", "rat
 def objective_of(settings: schema.Rl) -> Objective:
     """The objective of a name, with the values that the configuration overrides."""
     base = OBJECTIVES[settings.objective]
-    changes = {name: getattr(settings, name) for name in ("clip_low", "clip_high", "deviation", "kl_weight")}
+    names = ("clip_low", "clip_high", "deviation", "kl_weight", "entropy_weight")
+    changes = {name: getattr(settings, name) for name in names}
     return dataclasses.replace(base, **{name: value for name, value in changes.items() if value is not None})
 
 
@@ -308,7 +309,6 @@ class _PolicyLoss:
         self.batch, self.totals = batch, totals
         self.share = float(batch.mask_SN.any(1).sum()) / totals.sequences
         self.objective, self.reference, self.temperature = phase.objective, phase.reference, phase.rl.temperature
-        self.entropy_weight = phase.rl.entropy_weight
         self.rolled_out = torch.zeros(len(ROLLED_OUT))
 
     def __call__(self, model: StageBModel) -> Outcome:
@@ -325,8 +325,9 @@ class _PolicyLoss:
         result = policy_loss(
             _log_probs(logits, tokens), old_log_probs, advantages, mask, self.objective, self.totals, reference
         )
-        uncertainty = torch.where(mask, entropy(logits if self.entropy_weight else logits.detach()), 0.0).sum()
-        loss = result.loss - self.entropy_weight * uncertainty / self.totals.tokens
+        weight = self.objective.entropy_weight
+        uncertainty = torch.where(mask, entropy(logits if weight else logits.detach()), 0.0).sum()
+        loss = result.loss - weight * uncertainty / self.totals.tokens
         sums = torch.stack([x.detach().float() for x in (loss, *result[1:], uncertainty)])
         return Outcome(loss + balance * self.share, torch.cat([self.rolled_out.to(sums), sums]))
 

@@ -27,6 +27,7 @@ class Objective:
         divided by sequences * `longest` tokens, for any lengths (Dr. GRPO).
     deviation: whether advantages are divided by the group's standard deviation.
     kl_weight: of the divergence from the reference policy, by its estimator k3 = e^d - d - 1, d = log(ref / new).
+    entropy_weight: of the mean entropy of a token's distribution, which the caller of `policy_loss` subtracts.
     """
 
     clip_low: float = 0.2
@@ -35,6 +36,7 @@ class Objective:
     mean: Literal["tokens", "sequences", "constant"] = "tokens"
     deviation: bool = False
     kl_weight: float = 0.0
+    entropy_weight: float = 0.0
 
 
 OBJECTIVES = {
