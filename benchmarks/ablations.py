@@ -41,6 +41,8 @@ SHOWN: dict[str, Sequence[str]] = {
     "token-memory-harder": ("accuracy", "capture", "retention"),
     "token-memory-credit": ("accuracy",),
     "operations-index": ("accuracy", "imitated_accuracy", "operations", "imitated_operations"),
+    "babilong-memory": ("exact", "window"),
+    "babilong-carried": ("exact",),
     "removal-parity": ("last8",),
     "removal-s3": ("last8",),
 }
