@@ -36,14 +36,14 @@ RESULTS = "results.jsonl"
 
 
 class Outcome(NamedTuple):
-    """The result of an ablation. table: Markdown. measured: arm -> seed -> measurement -> value. seconds: of the runs,
-    those before this one too."""
+    """The result of an ablation. table: Markdown. measured: arm -> seed -> measurement -> value. seconds: of each run,
+    by its mark; files that share arms share marks."""
 
     name: str
     table: str
     measured: dict[str, dict[int, dict[str, float]]]
     verdicts: tuple[Verdict, ...]
-    seconds: float
+    seconds: dict[str, float]
 
     @property
     def holds(self) -> bool:
@@ -114,7 +114,10 @@ def run_folder(
     counts = ", ".join(
         f"{sum(verdict.outcome == word for _, verdict in verdicts)} {word}" for word in get_args(Judgement)
     )
-    hours = sum(outcome.seconds for outcome in outcomes) / 3600
+    seconds: dict[str, float] = {}
+    for outcome in outcomes:
+        seconds |= outcome.seconds
+    hours = sum(seconds.values()) / 3600
     say(f"{len(verdicts)} demands: {counts}. The runs took {hours:.2f} hours.")
     return outcomes
 
@@ -125,7 +128,7 @@ def _run(planned: Planned, seeds: Sequence[int] | None, out: str | Path | None, 
     folder.mkdir(parents=True, exist_ok=True)
     known = _read(folder / RESULTS, say)
     measured: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in cells}
-    seconds = 0.0
+    spent: dict[str, float] = {}
     for seed in ablation.seeds if seeds is None else seeds:
         for arm, cell in cells.items():
             mark = fingerprint(cell, seed)
@@ -135,14 +138,14 @@ def _run(planned: Planned, seeds: Sequence[int] | None, out: str | Path | None, 
                 _append(folder / RESULTS, line)
             line = known[mark]
             measured[arm][seed] = {key: float(cast(float, value)) for key, value in _mapping(line["measured"]).items()}
-            seconds += float(cast(float, line["seconds"]))
+            spent[mark] = float(cast(float, line["seconds"]))
             figures = ", ".join(f"{key} {value:.3f}" for key, value in measured[arm][seed].items())
             say(f"{name}, {arm}, seed {seed}: {figures} ({line['seconds']} s)")
-    table = markdown(name, ablation, measured, seconds)
+    table = markdown(name, ablation, measured, sum(spent.values()))
     write_atomically(folder / f"{name}.md", table)
     say(table)
     verdicts = tuple(judge(demand, measured) for demand in ablation.demands)
-    return Outcome(name, table, measured, verdicts, seconds)
+    return Outcome(name, table, measured, verdicts, spent)
 
 
 def fingerprint(config: Config, seed: int) -> str:
