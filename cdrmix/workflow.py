@@ -230,8 +230,7 @@ def _trained_base(config: Config, shards: ShardSet) -> Callable[[], Loaded | Loa
     """Loads the trained weights that the run starts from, on the CPU. None: it starts from random weights."""
     section = config.model
     if isinstance(section, Model):
-        backbone = config.reasoning.backbone if config.reasoning else None
-        start = Path(backbone).expanduser() if backbone else None
+        start = Path(config.reasoning.backbone).expanduser() if config.reasoning and config.reasoning.backbone else None
         return functools.partial(load_start, start, config, shards.tokenizer) if start else None
     if section.random is not None:
         return None
@@ -388,9 +387,9 @@ def _export(run: RunFolder, shards: ShardSet, last: Loaded | LoadedForeign, devi
 
 
 def _demonstrate(loaded: Loaded, run: RunFolder) -> list[Path]:
-    """Shows a model of stage B at work on a generated document. Returns the session file to export."""
+    """Shows a model of stage B whose token memory reads text at work. Returns the session file to export."""
     reasoning = loaded.config.reasoning
-    if reasoning is None or not spans(loaded.config) or reasoning.agent.tokens:
+    if reasoning is None or reasoning.agent.tokens or not reasoning.phases.train_token_memory:
         return []
     run.session.unlink(missing_ok=True)
     lines: list[str] = []

@@ -300,6 +300,11 @@ class Phases(Section):
     joint: Phase = Field(default_factory=Phase)
     """Phase B4: text, fast weights and memory together."""
 
+    @property
+    def train_token_memory(self) -> bool:
+        """Whether a phase trains the token memory."""
+        return any(phase.steps for phase in (self.imitation, self.policy, self.joint))
+
 
 class StageBEvaluation(Section):
     """The evaluation of stage B: every mechanism on and off, on held-out episodes."""

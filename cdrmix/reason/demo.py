@@ -61,8 +61,7 @@ def demonstrate(
             say(f"{session} has another question, which is used instead of the given one")
     else:
         reader = Session(loaded, question, memory, say)
-    phases = reader_of_text(loaded).phases
-    if text and not any(phase.steps for phase in (phases.imitation, phases.policy, phases.joint)):
+    if text and not reader_of_text(loaded).phases.train_token_memory:
         say("No phase has trained the token memory of this model: it has no meaning, and neither has its answer.")
     with closing(reader):
         return _read_and_answer(reader, text, session, expected, say)
