@@ -121,12 +121,11 @@ class Rl(Section):
     """Weight of the KL divergence to the model before the phase. null: that of the objective."""
     credit: Literal["all_turns", "final_turn", "gain"] = "all_turns"
     """Advantage of a turn of the memory agent. all_turns: that of its episode. final_turn: that of its episode for the
-    answer, 0 for others. gain: of the rewards of this turn and of later ones. The reward of a turn is what it adds to
-    the likelihood of the right answer after the memory. That of the answer is the reward less the likelihood."""
-    gain_discount: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Factor of a reward for each turn that lies between it and the turn that is credited, for credit: gain."""
+    answer, 0 for others. gain: of the reward less the likelihood of the right answer after the memory that the turn
+    found, so that a turn is not credited for the turns before it."""
     entropy_weight: NonNegativeFloat = 0.0
-    """Weight in the loss of the mean entropy of the generated tokens' distributions, in nats, which is maximised."""
+    """Weight in the loss of the mean entropy of a generated token's distribution, in nats, which is maximised; of the
+    turns that are learnt from."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature of the rollouts."""
     reward: Text = "exact"
@@ -302,8 +301,9 @@ class Phases(Section):
 
     @property
     def train_token_memory(self) -> bool:
-        """Whether a phase trains the token memory."""
-        return any(phase.steps for phase in (self.imitation, self.policy, self.joint))
+        """Whether a phase trains the token memory, itself or by replay."""
+        own = {"imitation", "policy"}
+        return any(section.steps and own & {name, *section.replay} for name, section in self)
 
 
 class StageBEvaluation(Section):

@@ -62,7 +62,7 @@ def demonstrate(
     else:
         reader = Session(loaded, question, memory, say)
     if text and not reader_of_text(loaded).phases.train_token_memory:
-        say("No phase has trained the token memory of this model: it has no meaning, and neither has its answer.")
+        say("No phase of this run has trained the token memory, so what it writes and answers may have no meaning.")
     with closing(reader):
         return _read_and_answer(reader, text, session, expected, say)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -177,8 +178,10 @@ def test_a_folder_is_checked_as_a_whole_and_then_run(monkeypatch: pytest.MonkeyP
     command = ["ablate", "--config", str(folder), "--out", str(out)]
     assert main(command) == 1, "two demands fail"
     assert sorted(runs) == [1, 1, 1, 2, 2, 2], "arms that files share are run once"
+    lines = [json.loads(line) | {"seconds": 3600} for line in (out / ablation.RESULTS).read_text().splitlines()]
+    (out / ablation.RESULTS).write_text("\n".join(map(json.dumps, lines)) + "\n")
     ablation.run_folder(folder, out=out, say=said.append)
-    assert "4 demands: 2 holds, 0 not shown, 2 fails, 0 not run. The runs took 0.00 hours." in said
+    assert "4 demands: 2 holds, 0 not shown, 2 fails, 0 not run. The runs took 6.00 hours." in said
     assert main([*command, "--arms", "few"]) == 2
     assert len(runs) == 6
 
@@ -198,6 +201,7 @@ def test_mistakes_are_said_before_anything_is_run(counted: tuple[Path, list[tupl
     for text, said in [
         (FILE.replace("minus_arm: few", "minus_arm: fwe"), "there is no arm 'fwe'"),
         (FILE.replace(", at_least: 100", ""), "demands nothing"),
+        (FILE.replace("of: steps, at_least: 100", "of: last8@9, at_least: 100"), "'few', which .* at 32, 64, 256"),
         (FILE.replace("train.steps=50", "train.stpes=50"), "stpes"),
         (FILE[: FILE.index("ablation:")], "has no section"),
     ]:

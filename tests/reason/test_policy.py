@@ -25,7 +25,7 @@ from cdrmix.config.schema_reasoning import (
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent import policy
-from cdrmix.reason.agent.agent import Reading, Rewards, read_episodes
+from cdrmix.reason.agent.agent import Reading, Rewards, TokenMemory, read_episodes
 from cdrmix.reason.agent.imitation import ImitationPhase
 from cdrmix.reason.agent.policy import PolicyPhase, message_of_idleness, objective_of
 from cdrmix.reason.episodes import EpisodeSource
@@ -197,7 +197,8 @@ def test_credit_to_the_final_turn_teaches_answers_alone() -> None:
     assert {loss.batch.prompts_SL.shape[1] for loss in all_turns} == {answer, answer + 5}  # type: ignore[attr-defined]
 
 
-def test_gain_credits_what_a_turn_adds_to_the_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [1, 2])
+def test_gain_credits_a_turn_without_those_before_it(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The advantage of a turn is the reward of the episode less the likelihood of the right answer after the memory
     before the turn, less the mean of that over the group. Memories are put together here from what was written."""
     readings = []
@@ -207,21 +208,41 @@ def test_gain_credits_what_a_turn_adds_to_the_likelihood(monkeypatch: pytest.Mon
         return readings[-1]
 
     monkeypatch.setattr(policy, "read_episodes", read)
-    phase, model = phase_of(credit="gain"), model_of()
+    config = config_of(credit="gain")
+    assert config.reasoning is not None
+    memory = config.reasoning.memory.model_copy(update={"heads": heads})
+    config = config.model_copy(update={"reasoning": config.reasoning.model_copy(update={"memory": memory})})
+    phase, model = PolicyPhase(config, source_for(config)), model_of()
     losses = phase.losses(model, 0, 0, 1)
     (reading,) = readings
     episodes = phase.source.batch(range(4), 2)
-    memory = torch.full((16, 4), phase.window.pad)
+    parts = TokenMemory.empty(phase.window, 16, torch.device("cpu"))
     expected = []
-    for turn in reading.turns:
-        likelihood = phase.scorer.likelihood(model.language_model, memory, episodes)
+    for number, turn in enumerate(reading.turns, 1):
+        likelihood = phase.scorer.likelihood(model.language_model, parts.shown(), episodes)
         expected.append(policy.rewards_of(reading, phase.rl, 8).total_B - likelihood)
-        memory = phase.window.written(turn.generated)
+        if number < len(reading.turns):
+            parts = parts.write(phase.window.written(turn.generated), number)
     found = torch.cat([loss.batch.advantages_S for loss in losses])  # type: ignore[attr-defined]
-    groups = torch.stack(expected).view(3, 4, 4).round(decimals=9)
+    groups = torch.stack(expected).view(3, 4, 4)
     learnt_from = (groups != groups[..., :1]).any(2)  # before the first chunk all rollouts of a group have one memory
     torch.testing.assert_close(found, (groups - groups.mean(2, keepdim=True))[learnt_from].flatten())
     assert len(set(found.tolist())) > 16, "turns of an episode differ"
+
+
+def test_a_turn_that_may_not_write_is_not_learnt_from() -> None:
+    """With a budget of one change, rows that have spent it write nothing in the later turns."""
+    phase, model = phase_of(), model_of()
+    episodes = phase.source.batch(range(4), 3)
+    generator = torch.Generator().manual_seed(1)
+    options = {"temperature": 1.0, "generator": generator, "group": 4, "keep_turns": True}
+    reading = read_episodes(model.language_model, phase.window, episodes, step_budget=1, **options)
+    memory, spent = TokenMemory.empty(phase.window, 16, torch.device("cpu")), torch.zeros(16, dtype=torch.bool)
+    for number, turn in enumerate(reading.turns[:-1], 1):
+        assert torch.equal(turn.generated.mask_BN.any(1), ~spent)
+        memory = memory.write(phase.window.written(turn.generated), number, ~spent)
+        spent |= (memory.changed_BH == number).any(1)
+    assert spent.any()
 
 
 @pytest.mark.usefixtures("varied")

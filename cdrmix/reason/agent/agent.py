@@ -200,12 +200,12 @@ def read_episodes(
     changes_B = torch.zeros(len(rows_R), dtype=torch.int64, device=device)
     turns: list[Turn] = []
 
-    def continue_from(prefix: Prefix, prompt_BL: Tensor, new_tokens: int, read_R: Tensor | None = None) -> Generated:
+    def continue_from(prefix: Prefix, prompt_BL: Tensor, new_tokens: int, written_R: Tensor | None = None) -> Generated:
         generated = decode(
             model, prefix, new_tokens, temperature=temperature, generator=generator, end=window.marks.end
         )
-        if read_R is not None:
-            generated = generated._replace(mask_BN=generated.mask_BN & read_R.unsqueeze(1))
+        if written_R is not None:
+            generated = generated._replace(mask_BN=generated.mask_BN & written_R.unsqueeze(1))
         if keep_turns:
             turns.append(Turn(torch.cat([begin_RL, prompt_BL], 1), generated))
         return generated
@@ -221,7 +221,7 @@ def read_episodes(
             prefix = repeat(prefill(model, prompt[::group], question_prefix.cache), group)
         else:
             prefix = prefill(model, prompt, repeated_prefix.cache)
-        generated = continue_from(prefix, prompt, window.part, read_R)
+        generated = continue_from(prefix, prompt, window.part, read_R & may_B)
         memory = memory.write(window.written(generated), number + 1, may_B & read_R)
         changes_B += (memory.changed_BH == number + 1).any(1)
         now = fact_chunks == number

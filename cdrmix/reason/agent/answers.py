@@ -68,9 +68,7 @@ class AnswerScorer:
         counted = places_A <= lengths_R1
         return (torch.where(counted, log_probs, 0.0).sum(1) / counted.sum(1)).exp()
 
-    def gains(self, model: LanguageModel, reading: Reading, episodes: Episodes, reward_R: Tensor) -> Tensor:
-        """The reward of each turn, float64 [T, R]: what it adds to the likelihood of the right answer; of the answer,
-        `reward_R` less the likelihood after the final memory. The sum over turns is the reward less the likelihood
-        after an empty memory: shaping by a potential, which changes no best policy (Ng, Harada and Russell, 1999)."""
-        before_TR = [self.likelihood(model, self._window.memory_of(turn.prompt_BL), episodes) for turn in reading.turns]
-        return torch.stack([*before_TR[1:], reward_R]) - torch.stack(before_TR)
+    def likelihoods_before(self, model: LanguageModel, reading: Reading, episodes: Episodes) -> Tensor:
+        """The likelihood of the right answer after the memory that each turn found, float64 [T, R]."""
+        memories = (self._window.memory_of(turn.prompt_BL) for turn in reading.turns)
+        return torch.stack([self.likelihood(model, memory_RM, episodes) for memory_RM in memories])

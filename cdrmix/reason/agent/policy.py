@@ -1,7 +1,10 @@
 """The memory agent's second phase: group-relative policy optimisation over rollouts of the same question.
 
 The reward of a rollout comes at its end. Its advantage over its group applies to every turn of it: each turn is a
-sequence of its own, and only the answer shows whether the memory was kept.
+sequence of its own, and only the answer shows whether the memory was kept. With `rl.credit: gain` a turn is credited
+with the reward less P, the likelihood of the right answer after the memory that the turn found. The reward is then the
+sum of the turns' own: the change of P of a turn that writes, and the reward less P of the answer. So this is shaping by
+a potential, which changes no best policy (Ng, Harada and Russell, 1999).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from cdrmix.reason.agent.answers import AnswerScorer
 from cdrmix.reason.episodes import Asked, EpisodeSource
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
-from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss, returns
+from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
 from cdrmix.reason.rl.rollout import micro_batches, taken
 from cdrmix.training.distributed import reduce_over_processes
 from cdrmix.training.objective import Outcome
@@ -72,12 +75,13 @@ class RolloutBatch(NamedTuple):
 
 
 class RolledOut(NamedTuple):
-    """Rollouts of some questions. gains_TB: rewards of turns, or None. scored_B: whether the reward function gave a
-    number. asked: the questions as text. turns: chunks that are not empty, of all rollouts."""
+    """Rollouts of some questions. credited_TB: of each turn the reward, less what it owes to the turns before.
+    scored_B: whether the reward function gave a number. asked: the questions as text. turns: chunks that are not empty,
+    of all rollouts."""
 
     reading: Reading
     rewards: Rewards
-    gains_TB: Tensor | None
+    credited_TB: Tensor
     scored_B: Tensor
     asked: list[Asked] | None
     turns: int
@@ -223,21 +227,18 @@ class PolicyPhase:
         task_B, scored_B = self.scorer(model.language_model, reading, episodes, asked, self.rl.group_size)
         read_B = (episodes.chunks_BNC != self.window.pad).any(2).sum(1)
         turns = int(read_B.sum()) * self.rl.group_size
-        rewards, gains_TB = rewards_of(reading, self.rl, self.step_budget, task_B), None
+        rewards = rewards_of(reading, self.rl, self.step_budget, task_B)
+        credited_TB = rewards.total_B.expand(len(reading.turns), -1)
         if self.rl.credit == "gain":
-            gains_TB = self.scorer.gains(model.language_model, reading, episodes, rewards.total_B)
-        return RolledOut(reading, rewards, gains_TB, scored_B, asked, turns)
+            credited_TB = credited_TB - self.scorer.likelihoods_before(model.language_model, reading, episodes)
+        return RolledOut(reading, rewards, credited_TB, scored_B, asked, turns)
 
     def _learnt_from(self, part: RolledOut) -> LearntFrom:
         """The turns that wrote memories, if they have credit, and those that answered, with their advantages."""
         turns, size = part.reading.turns, self.rl.group_size
-        rewards_TB = part.rewards.total_B.expand(len(turns), -1)
-        if part.gains_TB is not None:
-            # Equal ones must be equal after sums of likelihoods: float64 has 16 digits, the model's float32 has 7.
-            rewards_TB = returns(part.gains_TB, self.rl.gain_discount).round(decimals=9)
         of_turns = [
-            group_advantages(rewards_B, size, deviation=self.objective.deviation, usable_N=part.scored_B)
-            for rewards_B in rewards_TB
+            group_advantages(credited_B, size, deviation=self.objective.deviation, usable_N=part.scored_B)
+            for credited_B in part.credited_TB
         ]
         advantages_TB, kept_TB = (torch.stack(column) for column in zip(*(each[:2] for each in of_turns), strict=True))
         batches = [RolloutBatch.of(turns[-1:], advantages_TB[-1:], kept_TB[-1:])]

@@ -73,7 +73,24 @@ def plan(path: str | Path, overrides: Sequence[str] = (), arms: Sequence[str] | 
     for arm in wanted:
         if arm not in ablation.arms:
             raise ConfigError(f"{path}: there is no arm {arm!r}; there are {', '.join(ablation.arms)}")
-    return Planned(path, ablation, {arm: _arm(path, ablation.arms[arm].set, overrides) for arm in wanted})
+    cells = {arm: _arm(path, section.set, overrides) for arm, section in ablation.arms.items()}
+    check_lengths(path, ablation, {arm: cell.ablation for arm, cell in cells.items() if cell.ablation is not None})
+    return Planned(path, ablation, {arm: cells[arm] for arm in wanted})
+
+
+def check_lengths(path: Path, ablation: Ablation, of_arms: Mapping[str, Ablation]) -> None:
+    """Raises ConfigError for a demand on NAME@N of an arm that is not measured at N."""
+    for demand in ablation.demands:
+        for arm, name in (demand.arm, demand.of), (demand.minus_arm or demand.arm, demand.minus_of or demand.of):
+            own = of_arms[arm]
+            tracks = own.experiment == "tracking"
+            lengths = own.tracking.lengths if tracks else [*own.chunks, *own.harder_chunks]
+            _, at, length = name.partition("@")
+            if at and length not in map(str, lengths):
+                key = "ablation.tracking.lengths" if tracks else "ablation.chunks"
+                raise ConfigError(
+                    f"{path}: a demand is on {name} of {arm!r}, which {key} measures at {', '.join(map(str, lengths))}"
+                )
 
 
 def run(

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+LEAST_LOG_PROB = -1e4  # p is 0 in float32 from -104 on, and 0 times -inf would be NaN
 DEVIATION_FLOOR = 1e-4  # added to a group's standard deviation before it divides
 
 
@@ -83,15 +84,6 @@ def group_advantages(
     advantages = torch.where(kept, advantages, 0.0)
     dropped = len(kept) - int(kept.sum())
     return Advantages(advantages.flatten(), kept.expand_as(rewards).flatten(), len(kept), dropped)
-
-
-def returns(rewards_TN: Tensor, discount: float) -> Tensor:
-    """Of every turn, its reward and the later ones of the rollout, times discount^distance: [T, N]."""
-    later_N, found = torch.zeros_like(rewards_TN[0]), []
-    for reward_N in rewards_TN.flip(0):
-        later_N = reward_N + discount * later_N
-        found.append(later_N)
-    return torch.stack(found).flip(0)
 
 
 class Totals(NamedTuple):
@@ -166,5 +158,9 @@ def policy_loss(
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """-sum p log p of every distribution, in nats: [..., V] to [...]. Logits can be -inf."""
-    return torch.special.entr(logits.float().softmax(-1)).sum(-1)
+    """-sum p log p of every distribution, in nats: [..., V] to [...]. Logits can be -inf.
+
+    The gradient of `torch.special.entr` is infinite where p underflows to 0, so log p comes from the logits.
+    """
+    log_probs = logits.float().log_softmax(-1)
+    return -(log_probs.exp() * log_probs.clamp(min=LEAST_LOG_PROB)).sum(-1)
