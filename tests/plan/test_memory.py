@@ -93,6 +93,17 @@ def test_the_update_of_the_policy_has_the_turns_of_its_own_chunks() -> None:
         assert phase.work.value == turns
 
 
+def test_a_term_of_the_entropy_keeps_what_its_gradient_needs() -> None:
+    """At least one float32 tensor of the logits' size more: 24 turns of 24 written tokens."""
+    totals = []
+    for weight in (0.0, 0.1):
+        config = config_of("cdrmix-reason-tiny", *ONLY_POLICY, f"reasoning.rl.entropy_weight={weight}")
+        (phase,) = phases_of(config, "cuda", 1)
+        assert phase.moment == "update"
+        totals.append(phase.memory.total)
+    assert totals[1] - totals[0] >= 4 * 24 * 24 * 1024
+
+
 def test_a_phase_that_does_not_fit_is_refused_with_what_would_fit() -> None:
     config = config_of("cdrmix-reason-tiny", *ONLY_POLICY, "train.precision=bf16")
     (phase,) = phases_of(config, "cuda", 1)
