@@ -26,6 +26,7 @@ from cdrmix.reason.agent.policy import objective_of
 from cdrmix.reason.build import replayed, with_heads
 from cdrmix.reason.episodes import EpisodeSource, Marks, TokenSource
 from cdrmix.reason.phase import PHASES, Phase
+from cdrmix.reason.rl.rewards import LIKELIHOOD
 from cdrmix.training.zero import zero_stage
 
 TEXT_TOKENS = 64  # assumed for questions and answers of text whose widths only a tokenizer tells
@@ -289,8 +290,12 @@ def rollouts_of(config: Config, name: str, processes: int) -> Iterator[Work]:
             rows = size * _share(phases.policy.episodes, processes)
             if phases.policy.rollout_rows is not None:
                 rows = min(rows, size * max(1, phases.policy.rollout_rows // size))
-            what = f"{rows} rows of {begin + rest} tokens"
-            yield Work(Decoding(rows, begin, rest), "reasoning.phases.policy.rollout_rows", rows, what)
+            key, what = "reasoning.phases.policy.rollout_rows", f"{rows} rows of {begin + rest} tokens"
+            yield Work(Decoding(rows, begin, rest), key, rows, what)
+            if reasoning.rl.reward == LIKELIHOOD or reasoning.rl.credit == "gain":
+                asked, answer = begin + reasoning.memory.tokens + 2, widths_of(reasoning.agent, reasoning.chunk).answer
+                what = f"{rows} rows of {asked + answer} tokens with the right answer"
+                yield Work(Sequences(rows, asked, answer, None), key, rows, what)
         elif each == "acceptance":
             episodes, controller = reasoning.acceptance or reasoning.plasticity, reasoning.controller
             source = widths_of(episodes, reasoning.chunk)

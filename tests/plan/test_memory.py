@@ -104,6 +104,24 @@ def test_a_term_of_the_entropy_keeps_what_its_gradient_needs() -> None:
     assert totals[1] - totals[0] >= 4 * 24 * 24 * 1024
 
 
+@pytest.mark.parametrize("key", ["reasoning.rl.reward=likelihood", "reasoning.rl.credit=gain"])
+def test_likelihoods_of_answers_count_as_rollouts(key: str) -> None:
+    """With answers of 200 tokens their logits are the most: at least one float32 tensor of their size."""
+    many = ["reasoning.phases.policy.episodes=256", "reasoning.phases.policy.micro_batch=1"]
+    found = []
+    for keys in ([], [key]):
+        (phase,) = phases_of(
+            config_of("cdrmix-reason-tiny", *ONLY_POLICY, *many, "reasoning.agent.answer_tokens=200", *keys), "cuda", 1
+        )
+        assert phase.moment == "rollouts"
+        assert phase.work is not None
+        found.append((phase.memory.total, phase.work.what))
+    (plain, _), (with_likelihoods, what) = found
+    assert what.endswith("with the right answer")
+    assert with_likelihoods > plain
+    assert with_likelihoods > 4 * 256 * 8 * 200 * 1024
+
+
 def test_a_phase_that_does_not_fit_is_refused_with_what_would_fit() -> None:
     config = config_of("cdrmix-reason-tiny", *ONLY_POLICY, "train.precision=bf16")
     (phase,) = phases_of(config, "cuda", 1)
