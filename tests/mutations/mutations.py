@@ -402,6 +402,20 @@ MUTATIONS = (
         ("tests/reason/test_grpo.py",),
     ),
     Mutation(
+        "policy: a turn is credited for the turns before it",
+        "cdrmix/reason/agent/policy.py",
+        "credited_TB = credited_TB - self.scorer.likelihoods_before(",
+        "credited_TB = credited_TB - 0 * self.scorer.likelihoods_before(",
+        ("tests/reason/test_policy.py",),
+    ),
+    Mutation(
+        "policy: a turn that may not write any more is learnt from",
+        "cdrmix/reason/agent/agent.py",
+        "window.part, read_R & may_B)",
+        "window.part, read_R)",
+        ("tests/reason/test_policy.py",),
+    ),
+    Mutation(
         "episodic memory: an expired episode is found",
         "cdrmix/reason/memory/kept_episodes.py",
         "self._expiring.items() if expires <= step]",
