@@ -231,18 +231,20 @@ def test_gain_credits_a_turn_without_those_before_it(heads: int, monkeypatch: py
 
 
 def test_a_turn_that_may_not_write_is_not_learnt_from() -> None:
-    """With a budget of one change, rows that have spent it write nothing in the later turns."""
+    """With a budget of one change, rows that have spent it write nothing in the later turns, in which others write."""
     phase, model = phase_of(), model_of()
-    episodes = phase.source.batch(range(4), 3)
-    generator = torch.Generator().manual_seed(1)
-    options = {"temperature": 1.0, "generator": generator, "group": 4, "keep_turns": True}
-    reading = read_episodes(model.language_model, phase.window, episodes, step_budget=1, **options)
-    memory, spent = TokenMemory.empty(phase.window, 16, torch.device("cpu")), torch.zeros(16, dtype=torch.bool)
-    for number, turn in enumerate(reading.turns[:-1], 1):
-        assert torch.equal(turn.generated.mask_BN.any(1), ~spent)
-        memory = memory.write(phase.window.written(turn.generated), number, ~spent)
-        spent |= (memory.changed_BH == number).any(1)
-    assert spent.any()
+    episodes, some = phase.source.batch(range(4), 3), False
+    for seed in range(10):  # in most of them all rows change their memory in the first turn, and there is no second
+        generator = torch.Generator().manual_seed(seed)
+        options = {"temperature": 1.0, "generator": generator, "group": 4, "keep_turns": True}
+        reading = read_episodes(model.language_model, phase.window, episodes, step_budget=1, **options)
+        memory, spent = TokenMemory.empty(phase.window, 16, torch.device("cpu")), torch.zeros(16, dtype=torch.bool)
+        for number, turn in enumerate(reading.turns[:-1], 1):
+            assert torch.equal(turn.generated.mask_BN.any(1), ~spent)
+            some |= bool(spent.any())
+            memory = memory.write(phase.window.written(turn.generated), number, ~spent)
+            spent |= (memory.changed_BH == number).any(1)
+    assert some
 
 
 @pytest.mark.usefixtures("varied")
