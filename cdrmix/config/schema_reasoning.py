@@ -300,7 +300,7 @@ class Phases(Section):
     """Phase B4: text, fast weights and memory together."""
 
     @property
-    def train_token_memory(self) -> bool:
+    def trains_token_memory(self) -> bool:
         """Whether a phase trains the token memory, itself or by replay."""
         own = {"imitation", "policy"}
         return any(section.steps and own & {name, *section.replay} for name, section in self)

@@ -75,9 +75,9 @@ class RolloutBatch(NamedTuple):
 
 
 class RolledOut(NamedTuple):
-    """Rollouts of some questions. credited_TB: of each turn the reward, less what it owes to the turns before.
-    scored_B: whether the reward function gave a number. asked: the questions as text. turns: chunks that are not empty,
-    of all rollouts."""
+    """Rollouts of some questions. credited_TB: what a turn has an advantage of: the reward, with `credit: gain` less
+    the likelihood of the right answer before the turn. scored_B: whether the reward function gave a number. asked: the
+    questions as text. turns: chunks that are not empty, of all rollouts."""
 
     reading: Reading
     rewards: Rewards
@@ -236,11 +236,13 @@ class PolicyPhase:
     def _learnt_from(self, part: RolledOut) -> LearntFrom:
         """The turns that wrote memories, if they have credit, and those that answered, with their advantages."""
         turns, size = part.reading.turns, self.rl.group_size
-        of_turns = [
-            group_advantages(credited_B, size, deviation=self.objective.deviation, usable_N=part.scored_B)
-            for credited_B in part.credited_TB
-        ]
-        advantages_TB, kept_TB = (torch.stack(column) for column in zip(*(each[:2] for each in of_turns), strict=True))
+        group = group_advantages(
+            part.credited_TB.flatten(),  # a group of one turn is successive, as one of rollouts is
+            size,
+            deviation=self.objective.deviation,
+            usable_N=part.scored_B.repeat(len(turns)),
+        )
+        advantages_TB, kept_TB = (each_N.view(len(turns), -1) for each_N in group[:2])
         batches = [RolloutBatch.of(turns[-1:], advantages_TB[-1:], kept_TB[-1:])]
         if self.rl.credit != "final_turn":
             batches.insert(0, RolloutBatch.of(turns[:-1], advantages_TB[:-1], kept_TB[:-1]))

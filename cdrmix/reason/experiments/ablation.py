@@ -30,7 +30,7 @@ from cdrmix.reason.experiments import (  # noqa: F401  # they register themselve
     token_memory,
 )
 from cdrmix.reason.experiments.base import EXPERIMENTS, Say
-from cdrmix.reason.experiments.table import Judgement, Verdict, check, judge, markdown, verdict_line
+from cdrmix.reason.experiments.table import Judgement, Verdict, check, check_lengths, judge, markdown, verdict_line
 
 RESULTS = "results.jsonl"
 
@@ -59,7 +59,7 @@ class Planned(NamedTuple):
     cells: dict[str, Config]
 
 
-def plan(path: str | Path, overrides: Sequence[str] = (), arms: Sequence[str] | None = None) -> Planned:
+def read_file(path: str | Path, overrides: Sequence[str] = (), arms: Sequence[str] | None = None) -> Planned:
     """Reads a file with all its arms, so that a mistake in the last one is reported before the first is run.
 
     Raises ConfigError for a file without an ablation, and for demands on arms or measurements that do not exist.
@@ -74,23 +74,8 @@ def plan(path: str | Path, overrides: Sequence[str] = (), arms: Sequence[str] | 
         if arm not in ablation.arms:
             raise ConfigError(f"{path}: there is no arm {arm!r}; there are {', '.join(ablation.arms)}")
     cells = {arm: _arm(path, section.set, overrides) for arm, section in ablation.arms.items()}
-    check_lengths(path, ablation, {arm: cell.ablation for arm, cell in cells.items() if cell.ablation is not None})
+    check_lengths(ablation, {arm: cell.ablation for arm, cell in cells.items() if cell.ablation is not None})
     return Planned(path, ablation, {arm: cells[arm] for arm in wanted})
-
-
-def check_lengths(path: Path, ablation: Ablation, of_arms: Mapping[str, Ablation]) -> None:
-    """Raises ConfigError for a demand on NAME@N of an arm that is not measured at N."""
-    for demand in ablation.demands:
-        for arm, name in (demand.arm, demand.of), (demand.minus_arm or demand.arm, demand.minus_of or demand.of):
-            own = of_arms[arm]
-            tracks = own.experiment == "tracking"
-            lengths = own.tracking.lengths if tracks else [*own.chunks, *own.harder_chunks]
-            _, at, length = name.partition("@")
-            if at and length not in map(str, lengths):
-                key = "ablation.tracking.lengths" if tracks else "ablation.chunks"
-                raise ConfigError(
-                    f"{path}: a demand is on {name} of {arm!r}, which {key} measures at {', '.join(map(str, lengths))}"
-                )
 
 
 def run(
@@ -106,9 +91,9 @@ def run(
 
     overrides: applied to every arm. seeds, arms: those alone; None: the file's. out: a folder, by default
         experiments/ablations; the table is its file NAME.md.
-    Raises ConfigError as `plan` does.
+    Raises ConfigError as `read_file` does.
     """
-    return _run(plan(path, overrides, arms), seeds, out, say)
+    return _run(read_file(path, overrides, arms), seeds, out, say)
 
 
 def run_folder(
@@ -121,7 +106,7 @@ def run_folder(
 ) -> list[Outcome]:
     """`run` for every file NAME.yaml of a folder, in the order of their names; then a line for each verdict and the
     time of all runs. All files are checked before the first arm is run."""
-    planned = [plan(path, overrides) for path in sorted(Path(folder).glob("*.yaml"))]
+    planned = [read_file(path, overrides) for path in sorted(Path(folder).glob("*.yaml"))]
     if not planned:
         raise ConfigError(f"{folder} has no files NAME.yaml")
     outcomes = [_run(each, seeds, out, say) for each in planned]

@@ -131,6 +131,23 @@ def check(ablation: Ablation) -> None:
             raise ConfigError(f"ablation.demands[{index}]: it demands nothing; give at_least or at_most")
 
 
+def check_lengths(ablation: Ablation, of_arms: Mapping[str, Ablation]) -> None:
+    """Checks that each demand on NAME@N is on an arm that is measured at N. of_arms: the section of every arm, whose
+    overrides can change it. Raises ConfigError."""
+    for index, demand in enumerate(ablation.demands):
+        for arm, name in (demand.arm, demand.of), (demand.minus_arm or demand.arm, demand.minus_of or demand.of):
+            own = of_arms[arm]
+            key, lengths = "ablation.chunks", [*own.chunks, *own.harder_chunks]
+            if own.experiment == "tracking":
+                key, lengths = "ablation.tracking.lengths", own.tracking.lengths
+            _, at, length = name.partition("@")
+            if at and length not in map(str, lengths):
+                raise ConfigError(
+                    f"ablation.demands[{index}]: it is on {name} of {arm!r}, which {key} measures at"
+                    f" {', '.join(map(str, lengths))}"
+                )
+
+
 def claim_of(demand: Demand) -> tuple[str, str]:
     """A demand as text: what is measured, and its bounds."""
     quantity = f"{demand.arm}, {demand.of}"
