@@ -17,8 +17,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Ablation
 from cdrmix.reason.experiments.ablation import fingerprint
@@ -111,15 +109,15 @@ def verdicts(measured: dict[str, Runs]) -> tuple[list[str], str]:
 
 
 def sources(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Lines of a table: for each case and commit the seeds of its rows and the seconds of a run."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Lines of a table: for each case, commit and device the seeds of its rows and the seconds of a run."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["case"], row["commit"]), []).append(row)
-    lines = [["case", "commit", "seeds", "seconds of a run"]]
-    for (case, commit), those in groups.items():
+        groups.setdefault((row["case"], row["commit"], row["device"]), []).append(row)
+    lines = [["case", "commit", "device", "seeds", "seconds of a run"]]
+    for (case, commit, device), those in groups.items():
         seconds = [row["seconds"] for row in those]
         seeds = ", ".join(str(row["seed"]) for row in those)
-        lines.append([case, commit, seeds, f"{min(seconds):.0f} to {max(seconds):.0f}"])
+        lines.append([case, commit, device, seeds, f"{min(seconds):.0f} to {max(seconds):.0f}"])
     return table(lines)
 
 
@@ -161,17 +159,9 @@ def added(lines: Iterable[str], rows: Sequence[dict[str, Any]], commit: str) -> 
     """Lines of `cdrmix ablate` as rows of the results file, without those that the file already has."""
     existing = {(row["case"], row["seed"]) for row in rows}
     results = [json.loads(line) for line in lines]
-    version = torch.__version__.partition("+")[0]
     return [
-        {
-            "suite": "ablations",
-            "case": result["what"],
-            "commit": commit,
-            "torch": version,
-            "device": "cpu",
-            "threads": 1,
-        }
-        | {key: result[key] for key in ("seed", "seconds", "measured")}
+        {"suite": "ablations", "case": result["what"], "commit": commit}
+        | {key: result[key] for key in ("torch", "device", "threads", "seed", "seconds", "measured")}
         for result in results
         if (result["what"], result["seed"]) not in existing
     ]

@@ -5,6 +5,8 @@ GRPOTrainer generates with transformers (its vLLM needs a GPU). reading: time of
 256, for the same rows. memory: bytes for reading 65,536 tokens, and how many more than for 4,096, in fresh processes.
 plastic, plastic_all: rollouts of cdrmix-reason-tiny with plastic adapters, with chunks of 512 tokens; TRL's; and the
 time over that of the same model without adapters, of 64 rows and of one.
+adapters: one pass over rows of chunks of 512 tokens, forward and with the gradients of all weights, with the adapters
+of cdrmix-reason-1b and with adapters on all its projections; time over that of the same model without adapters.
 decoding: tokens a second of core-tiny, with random weights, that continues one prompt in 1, 8, 32 and 128 rows.
 As a program, `python rl.py TOKENS` prints the bytes by which reading so many tokens raises this process's memory.
 """
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -33,6 +36,7 @@ from cdrmix.reason.agent.agent import Window, read_episodes
 from cdrmix.reason.episodes import Episodes, TokenSource
 from cdrmix.reason.rl.rollout import generate
 from cdrmix.runtime import be_deterministic
+from cdrmix.training.precision import AUTOCAST, attach_copies
 
 CPU = torch.device("cpu")
 PROMPTS, GROUP = 16, 8
@@ -42,6 +46,10 @@ SHAPES = {"cell": (1, 26, 4), "long": (0, 200, 64), "long_hybrid": (1, 200, 64)}
 ROWS = 8  # documents read at once for times; one for memory
 SHORT, LONG, LONGEST = 256, 4096, 65536  # tokens of a document
 CHUNK = 16
+RELEASED = Path(__file__).parents[1] / "configs" / "cdrmix-reason-1b.yaml"
+# Of its 24 layers 8, two of attention: three models fit one GPU of 80 GB, and a block's time depends on no other.
+RELEASED_PART = ("model.layers=8", "train.micro_batch_rows=2", "train.activation_checkpointing=false")
+ADAPTED_CHUNKS = 8  # of a row, as many as the released phase plasticity trains on
 DECODED = (64, 32)  # tokens of the prompt, and new ones of each row
 DECODED_ROWS = (1, 8, 32, 128)
 ADAPTED = Path(__file__).parents[1] / "configs" / "cdrmix-reason-tiny.yaml"
@@ -163,6 +171,72 @@ def adapted(projections: dict[str, list[str]], options: Options) -> Result:
             "chunk": ADAPTED_CHUNK,
             "adapters": models[True].adapters,
             **_settings(ADAPTED_ROLLOUTS, models[True], peer),
+        },
+    )
+
+
+def adapters(path: Path, overrides: tuple[str, ...], options: Options) -> Result:
+    """Tokens a second of training with the configuration's adapters, and times over those without, in turns."""
+    config = Config.from_yaml(path, [*overrides, f"run.device={options.device}"])
+    device, reasoning = torch.device(options.device), config.reasoning
+    assert reasoning is not None
+    chunk, lora = reasoning.chunk, reasoning.plastic_lora
+    sets = {
+        "none": lora.model_copy(update={"enabled": False}),
+        "released": lora,
+        "all": lora.model_copy(update=ALL_PROJECTIONS),
+    }
+    models = {}
+    for name, chosen in sets.items():
+        torch.manual_seed(1)
+        with device:  # a GPU fills large weights sooner
+            models[name] = LanguageModel(
+                config.cdrmix_model, reasoning=reasoning.model_copy(update={"plastic_lora": chosen})
+            )
+        attach_copies(models[name].parameters(), AUTOCAST[config.train.precision], 0)
+    rows, chunks = config.train.micro_batch_rows, ADAPTED_CHUNKS
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, config.cdrmix_model.vocab_size, (rows, chunks * chunk), generator=generator).to(device)
+    precision = AUTOCAST[config.train.precision]
+    be_deterministic()
+
+    def step(name: str, train: bool) -> int:
+        context = nullcontext() if precision is None else torch.autocast(device.type, precision)
+        with torch.set_grad_enabled(train), context:
+            hidden = models[name](ids).hidden_BTD
+        if train:
+            hidden.float().square().mean().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return ids.numel()
+
+    names = [(name, train) for train in (True, False) for name in sets]
+    rates: dict[tuple[str, bool], list[float]] = {each: [] for each in names}
+    for number in range(options.blocks + 2):
+        for each in names:
+            found = _rate(functools.partial(step, *each))
+            if number > 1:  # the first passes compile kernels and allocate memory
+                rates[each].append(found)
+    figures: dict[str, float | None] = {}
+    for name in ("released", "all"):
+        for train in (True, False):
+            over = [plain / mine for plain, mine in zip(rates["none", train], rates[name, train], strict=True)]
+            figures[f"{name}_{'training' if train else 'forward'}_over_without"] = quantiles(over)["p50"]
+    return Result(
+        unit="tokens/s",
+        peer_name="the same without adapters",
+        ours=rates["released", True],
+        peer=rates["none", True],
+        figures=figures | {"tokens_per_second_all": quantiles(rates["all", True])["p50"]},
+        settings={
+            "config": path.name,
+            "overrides": list(overrides),
+            "precision": config.train.precision,
+            "rows": rows,
+            "chunks": chunks,
+            "chunk": chunk,
+            "adapters": {name: models[name].adapters for name in sets},
+            "device": options.device,
         },
     )
 
@@ -309,6 +383,11 @@ CASES = {
         functools.partial(adapted, ALL_PROJECTIONS),
         "the same with adapters on all projections of cdrmix-reason-1b",
         ("cpu",),
+    ),
+    "adapters": Case(
+        functools.partial(adapters, RELEASED, RELEASED_PART),
+        "passes over chunks of 512 tokens with the adapters of cdrmix-reason-1b, and the time over without",
+        ("cuda",),
     ),
     "decoding": Case(decoding, "generated tokens/s at 1, 8, 32 and 128 rows; ratios to one row", ("cpu",)),
     "memory": Case(memory, "the memory agent's peak memory at 65,536 tokens, and over that at 4,096", ("cpu",)),

@@ -21,7 +21,7 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Ablation
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
-from cdrmix.kernels.common.products import multiply_on_one_thread, set_num_threads
+from cdrmix.kernels.common.products import set_num_threads
 from cdrmix.reason.experiments import (  # noqa: F401  # they register themselves
     acceptance,
     operations,
@@ -31,6 +31,7 @@ from cdrmix.reason.experiments import (  # noqa: F401  # they register themselve
 )
 from cdrmix.reason.experiments.base import EXPERIMENTS, Say
 from cdrmix.reason.experiments.table import Judgement, Verdict, check, check_lengths, judge, markdown, verdict_line
+from cdrmix.runtime import be_deterministic, device_type
 
 RESULTS = "results.jsonl"
 
@@ -172,14 +173,19 @@ def _run_one(config: Config, seed: int, mark: str, what: str, say: Say) -> dict[
     """One arm at one seed, on as many threads as `run.threads` (0: one, which is fastest for small models)."""
     assert config.ablation is not None
     threads, begun = torch.get_num_threads(), time.perf_counter()
-    multiply_on_one_thread()  # as in the commands that train
+    be_deterministic()  # as in the commands that train
     set_num_threads(config.run.threads or 1)
     try:
         measured = EXPERIMENTS[config.ablation.experiment](config, seed, say)
     finally:
         set_num_threads(threads)
     seconds = round(time.perf_counter() - begun, 1)
-    return {"mark": mark, "what": what, "seed": seed, "seconds": seconds, "measured": measured}
+    where = {
+        "device": torch.cuda.get_device_name() if device_type(config.run.device) == "cuda" else "cpu",
+        "threads": config.run.threads or 1,
+        "torch": torch.__version__.partition("+")[0],
+    }
+    return {"mark": mark, "what": what, **where, "seed": seed, "seconds": seconds, "measured": measured}
 
 
 def _append(path: Path, line: Mapping[str, object]) -> None:

@@ -16,6 +16,7 @@ from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.filler import fillers_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.registry import Registry
+from cdrmix.runtime import device_type
 
 TEXTS, CHARACTERS = 2000, 2000  # that a tokenizer is trained on: examples, and characters of each
 END_OF_TEXT = "<|endoftext|>"
@@ -28,10 +29,14 @@ EXPERIMENTS: Registry[Experiment] = Registry("experiment")
 
 
 def small_model(config: Config, seed: int) -> StageBModel:
-    """A model of the configuration with its adapters, initialised from `seed`. The global generator is unchanged."""
+    """A model of the configuration with its adapters, initialised from `seed`, on `run.device`.
+
+    The global generator is unchanged. The numbers are drawn on the CPU, so they are the same on every device.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return StageBModel(LanguageModel(config.cdrmix_model, reasoning=config.reasoning))
+        model = StageBModel(LanguageModel(config.cdrmix_model, reasoning=config.reasoning))
+    return model.to(device_type(config.run.device))
 
 
 def tokenizer_of(config: Config, section: EpisodesOfTask) -> TextTokenizer | None:

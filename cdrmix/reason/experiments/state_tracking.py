@@ -73,11 +73,12 @@ class TrackingPhase:
 
         def loss(model: StageBModel) -> Outcome:
             language_model = model.language_model
-            logits = language_model.logits(language_model(elements).hidden_BTD[:, 1:]).flatten(0, 1)
-            mean = functional.cross_entropy(logits, values.flatten())
-            right = (logits.argmax(-1) == values.flatten()).sum()
-            sums = [mean.detach() * values.numel(), right.float(), torch.tensor(float(values.numel()))]
-            return Outcome(mean, torch.stack(sums))
+            device = language_model.embedding.weight.device
+            logits = language_model.logits(language_model(elements.to(device)).hidden_BTD[:, 1:]).flatten(0, 1)
+            wanted = values.flatten().to(device)
+            mean = functional.cross_entropy(logits, wanted)
+            right, count = (logits.argmax(-1) == wanted).sum().float(), float(len(wanted))
+            return Outcome(mean, torch.stack([mean.detach() * count, right, right.new_tensor(count)]))
 
         return [loss]
 
@@ -93,8 +94,8 @@ def last_accuracy(model: LanguageModel, words: Words, length: int, count: int, l
     for first in range(FIRST_HELD_OUT, FIRST_HELD_OUT + count, ROWS):
         numbers = range(first, min(first + ROWS, FIRST_HELD_OUT + count))
         elements, values = words.batch(numbers, length)
-        chosen = model.logits(model(elements).hidden_BTD[:, -last:]).argmax(-1)
-        right += int((chosen == values[:, -last:]).sum())
+        hidden_BTD = model(elements.to(model.embedding.weight.device)).hidden_BTD
+        right += int((model.logits(hidden_BTD[:, -last:]).argmax(-1).cpu() == values[:, -last:]).sum())
     return right / (count * min(last, length))
 
 
