@@ -19,6 +19,7 @@ LIMIT=$((64 * 1024 * 1024))
 
 # What the trainer and its tests import, and what those import.
 TRAINER=(pydantic pydantic_core annotated-types typing-inspection typing_extensions zstandard tokenizers safetensors
+    publicsuffixlist resiliparse idna Jinja2 MarkupSafe
     PyYAML rich markdown-it-py mdurl Pygments hjson msgpack einops py-cpuinfo psutil ninja tqdm packaging)
 # What runs the tests, in many processes: compiling takes most of their time. The pytest configuration names
 # pytest-timeout; tests/conftest.py imports Hypothesis.

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from cdrmix import ops
 from cdrmix.config.schema_reasoning import PlasticLora
@@ -202,8 +203,14 @@ class Adapter(nn.Module):
 
         Its negative gradient in A is the delta rule's update of a token that finds this A.
         """
-        number = torch.arange(position, position + k.shape[1], device=k.device) // self.chunk
-        read = (reads_A[:, number] @ k.unsqueeze(-1)).squeeze(-1)
+        tokens, chunks = k.shape[1], reads_A.shape[1]
+        if chunks > 1:  # a product for each chunk; tokens of zeros fill the first and the last one
+            missing = chunks * self.chunk - position - tokens
+            k = functional.pad(k, (0, 0, position, missing)).unflatten(1, (chunks, self.chunk))
+        else:
+            k = k.unsqueeze(1)
+        read = (k @ reads_A.mT).flatten(1, 2)
+        read = read[:, position : position + tokens] if chunks > 1 else read
         return (beta * (v - read).square().sum(-1)).mean() / 2
 
 

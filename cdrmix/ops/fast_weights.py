@@ -20,8 +20,9 @@ from cdrmix.ops.operator import operator
 from cdrmix.ops.rwkv7 import KERNEL_WIDTHS, wkv7
 
 MOST_RANK = 128
-# Keys and values up to this width use wkv7. At 128, `plastic_delta` takes half of wkv7's time on a CPU, and a GPU has
-# no wkv7 kernel for float32 keys of 128.
+# Keys up to this width, and on a CPU values, use wkv7. At 128, `plastic_delta` takes half of wkv7's time on a CPU, and a
+# GPU has no wkv7 kernel for float32 keys of 128. On a GPU wider values are several heads: `plastic_delta` starts four
+# kernels for each 64 tokens, one after another.
 NARROW = 64
 # Up to so many tokens the delta rule is one update after another, without wkv7: on a CPU with keys of 64 and rank 16,
 # one row takes 80 us for 4 tokens (wkv7: 180), and 64 rows 210 us (340); 16 tokens take more than with wkv7.
@@ -220,19 +221,21 @@ def _delta(k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
             error = torch.baddbmm(value.mT, state, key.mT, alpha=-1)
             state = torch.baddbmm(state, rate.unsqueeze(-1) * error, key)
         return state.view(*whole, V, K)
-    if max(K, V) > NARROW:
+    if K > NARROW or (V > NARROW and backend(k) != "triton"):
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, beta, state))
         last, _ = _plastic_delta(k.contiguous(), v.contiguous(), beta.contiguous(), state.contiguous(), save)
         return last.view(*whole, V, K)
-    padded_K, padded_V = (min(width for width in KERNEL_WIDTHS if width >= size) for size in (K, V))
-    k = functional.pad(k, (0, padded_K - K)).unsqueeze(2)  # one head; zero columns are neither updated nor read
-    v = functional.pad(v, (0, padded_V - V)).unsqueeze(2)
-    state = functional.pad(state, (0, padded_K - K, 0, padded_V - V)).unsqueeze(1)
+    heads = -(-V // NARROW)  # of values, with the same keys: rows of the state do not depend on one another
+    padded_K, padded_V = (next(width for width in KERNEL_WIDTHS if width >= size) for size in (K, -(-V // heads)))
+    # zero columns are neither updated nor read
+    k = functional.pad(k, (0, padded_K - K)).unsqueeze(2).expand(-1, -1, heads, -1)
+    v = functional.pad(v, (0, heads * padded_V - V)).unflatten(2, (heads, padded_V))
+    state = functional.pad(state, (0, padded_K - K, 0, heads * padded_V - V)).unflatten(1, (heads, padded_V))
     written = beta[..., None, None] * k
     unread, unchanged = k.detach(), torch.zeros_like(k)  # r, because y is not used; log_w = 0: no decay
     _, last_state = wkv7(unread, unchanged, written, v, k, -written, state=state, return_state=True)
     assert last_state is not None
-    return last_state[:, 0, :V, :K].reshape(*whole, V, K)
+    return last_state.flatten(1, 2)[:, :V, :K].reshape(*whole, V, K)
 
 
 @operator("cdrmix::plastic_project")
