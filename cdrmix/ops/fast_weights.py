@@ -20,8 +20,8 @@ from cdrmix.ops.operator import operator
 from cdrmix.ops.rwkv7 import KERNEL_WIDTHS, wkv7
 
 MOST_RANK = 128
-# Keys up to this width, and on a CPU values, use wkv7. At 128, `plastic_delta` takes half of wkv7's time on a CPU, and a
-# GPU has no wkv7 kernel for float32 keys of 128. On a GPU wider values are several heads: `plastic_delta` starts four
+# Keys up to this width, and on a CPU values, use wkv7. At 128, `plastic_delta` takes half of wkv7's time on a CPU, and
+# a GPU has no wkv7 kernel for float32 keys of 128. On a GPU wider values are several heads: `plastic_delta` starts four
 # kernels for each 64 tokens, one after another.
 NARROW = 64
 # Up to so many tokens the delta rule is one update after another, without wkv7: on a CPU with keys of 64 and rank 16,

@@ -15,7 +15,7 @@ FILES = Path(__file__).parents[2] / "configs" / "ablations"
 PHASES = "reasoning.phases."
 CASES = {
     "tracking": ("removal-s3", "c=2", ["train.steps=24", "ablation.tracking.lengths=[20]"]),
-    "plasticity": ("delta-recall", "on", [f"{PHASES}plasticity.steps=3", "ablation.harder_chunks=[2]"]),
+    "plasticity": ("delta-recall", "on", [f"{PHASES}plasticity.steps=3", "ablation.harder_chunks=[4]"]),
     "acceptance": ("accept-head", "three strengths", [f"{PHASES}plasticity.steps=2", f"{PHASES}acceptance.steps=3"]),
     "policy": (
         "token-memory-harder",
