@@ -64,8 +64,9 @@ def ablation_of(name: str) -> Ablation:
 
 
 def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Runs]:
-    """Results by file, arm and seed. An arm without rows of its own gets the rows of an equal arm in another file.
+    """Results by file, arm and seed, of the seeds that the file names; rows of other seeds are in no table.
 
+    An arm without rows of its own gets the rows of an equal arm in another file.
     Raises ValueError for a row whose arm does not exist, and for two rows of one arm and seed.
     """
     marks = {}
@@ -74,13 +75,16 @@ def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Runs]:
         for arm, section in ablation_of(name).arms.items():
             marks[name, arm] = fingerprint(Config.from_yaml(path, section.set), 0)
     own: dict[tuple[str, str], dict[int, dict[str, float]]] = {key: {} for key in marks}
+    seen: set[tuple[str, int]] = set()
     for row in rows:
         name, _, arm = row["case"].partition(", ")
         if (name, arm) not in own:
             raise ValueError(f"{RESULTS}: {row['case']!r} is no arm of a file in {CONFIGS}")
-        if row["seed"] in own[name, arm]:
+        if (row["case"], row["seed"]) in seen:
             raise ValueError(f"{RESULTS}: {row['case']!r}, seed {row['seed']} occurs twice")
-        own[name, arm][row["seed"]] = row["measured"]
+        seen.add((row["case"], row["seed"]))
+        if row["seed"] in ablation_of(name).seeds:
+            own[name, arm][row["seed"]] = row["measured"]
     by_mark: dict[str, dict[int, dict[str, float]]] = {}
     for key, runs in own.items():
         if runs:

@@ -134,7 +134,7 @@ def _print_plan(config: Config, gpu: str | None, processes: int, as_json: bool) 
     if machine.platform == "cpu":
         check_cpu(config.train.precision)
     elif machine.at_hand:
-        check_gpu(torch.device("cuda", 0), config.train.precision)
+        check_gpu(torch.device("cuda", 0), config)
     plan = make_plan(config, machine, processes, say=lambda text: print(text, file=sys.stderr, flush=True))
     print(json.dumps(plan.as_json(), indent=2, allow_nan=False) if as_json else plan_table(plan))
     return ConfigError.exit_code if plan.fits is False else 0

@@ -26,6 +26,7 @@ from cdrmix.kernels.common.products import (
     set_num_threads,
 )
 from cdrmix.ops.backend import check_served
+from cdrmix.ops.time_mix import HEAD_SIZES
 
 BF16_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16 products (Ampere)
 DEVICES = ("auto", "cpu", "cuda")
@@ -76,10 +77,18 @@ def check_cpu(precision: str) -> None:
         raise ConfigError("train.precision is fp16, which needs a GPU, but this run uses the CPU; set bf16 or fp32")
 
 
-def check_gpu(device: torch.device, precision: str) -> None:
-    """Raises ConfigError for a GPU that the kernels do not support, or that has no bf16 products."""
+def check_gpu(device: torch.device, config: Config) -> None:
+    """Raises ConfigError for a GPU that the kernels do not support, or that has no bf16 products, and for a head size
+    of RWKV-7 that the GPU's kernels do not have."""
     check_served(device)
-    if precision == "bf16" and torch.version.hip is None:
+    if config.model.kind == "cdrmix" and "rwkv7" in config.cdrmix_model.mixers:
+        size = config.cdrmix_model.rwkv.head_size
+        if size not in HEAD_SIZES and os.environ.get("CDRMIX_BACKEND", "") != "reference":
+            raise ConfigError(
+                f"model.rwkv.head_size is {size}; on a GPU it must be one of {', '.join(map(str, HEAD_SIZES))}. Set "
+                "one of them, or run.device: cpu"
+            )
+    if config.train.precision == "bf16" and torch.version.hip is None:
         found = torch.cuda.get_device_capability(device)
         if found < BF16_CAPABILITY:
             raise ConfigError(

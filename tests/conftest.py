@@ -66,13 +66,13 @@ def missing_package(error: BaseException | None) -> str | None:
 
 
 def load_modules(packages: tuple[ModuleType, ...]) -> None:
-    """Imports all modules of packages; passes over those that need a dependency which is absent."""
+    """Imports all modules of packages; passes over those that need an absent package, such as an optional one."""
     for package in packages:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             try:
                 importlib.import_module(module.name)
             except ModuleNotFoundError as error:
-                if not (ABSENT and missing_package(error)):
+                if not missing_package(error):
                     raise
 
 

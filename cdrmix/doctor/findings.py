@@ -37,11 +37,11 @@ def configuration(folder: Path, device: str, *overrides: str) -> Config:
                     "run": {"name": "doctor", "root": str(folder / "runs"), "device": device},
                     "model": {
                         "vocab_size": 300,
-                        "d_model": 32,
+                        "d_model": 64,
                         "layers": 4,
                         "mixer_layers": {"mamba2": [0], "attention": [1], "routing_mamba": [3]},
                         "attention": {"heads": 8, "kv_heads": 2},
-                        "rwkv": {"head_size": 16, "decay_rank": 4, "iclr_rank": 4, "value_rank": 4, "gate_rank": 4},
+                        "rwkv": {"head_size": 32, "decay_rank": 4, "iclr_rank": 4, "value_rank": 4, "gate_rank": 4},
                         "mamba": {"d_state": 8, "head_dim": 8, "groups": 2},
                         "feed_forward": {"hidden": 32, "experts": 4},
                     },

@@ -133,7 +133,7 @@ def _device(subject: _Subject) -> str:
     try:
         subject.device = work_alone(config)
         if subject.device.type == "cuda":
-            check_gpu(subject.device, config.train.precision)
+            check_gpu(subject.device, config)
         else:
             check_cpu(config.train.precision)
     except ConfigError as error:

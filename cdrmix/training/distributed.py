@@ -232,7 +232,7 @@ def _device(config: Config, local_rank: int) -> torch.device:
             "each process needs one GPU"
         )
     device = torch.device("cuda", local_rank)
-    check_gpu(device, config.train.precision)
+    check_gpu(device, config)
     torch.cuda.set_device(local_rank)
     return device
 

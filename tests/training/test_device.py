@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from cdrmix import runtime as device
+from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.kernels.common import triton_helpers
 from cdrmix.runtime import check_gpu, device_type
 
 GPU = torch.device("cuda", 0)
+CONFIG = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
+
+
+def of_precision(precision: str, *overrides: str) -> Config:
+    return Config.from_yaml(CONFIG, [f"train.precision={precision}", *overrides])
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +72,11 @@ def test_an_amd_gpu_that_the_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=next(names)))
     monkeypatch.delenv("CDRMIX_BACKEND", raising=False)
     with pytest.raises(ConfigError, match=r"AMD Instinct MI210, has AMD's architecture gfx90a.*gfx942.*reference"):
-        check_gpu(GPU, "bf16")
+        check_gpu(GPU, of_precision("bf16"))
     monkeypatch.setenv("CDRMIX_BACKEND", "reference")
-    check_gpu(GPU, "bf16")
+    check_gpu(GPU, of_precision("bf16"))
     monkeypatch.delenv("CDRMIX_BACKEND")
-    check_gpu(GPU, "bf16")  # gfx942
+    check_gpu(GPU, of_precision("bf16"))  # gfx942
     assert triton_helpers.architecture(GPU) == "gfx942"
 
 
@@ -81,7 +87,20 @@ def test_bf16_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"is bf16, but Tesla T4 does not support bfloat16: .* capability 7\.5.*fp16 or fp32"
     ):
-        check_gpu(GPU, "bf16")
-    check_gpu(GPU, "fp16")
+        check_gpu(GPU, of_precision("bf16"))
+    check_gpu(GPU, of_precision("fp16"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    check_gpu(GPU, "bf16")
+    check_gpu(GPU, of_precision("bf16"))
+
+
+def test_a_head_size_that_no_kernel_of_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    narrow = of_precision("fp32", "model.rwkv.head_size=16")
+    monkeypatch.delenv("CDRMIX_BACKEND", raising=False)
+    with pytest.raises(ConfigError, match=r"head_size is 16; on a GPU it must be one of 32, 64, 128\. Set one of them"):
+        check_gpu(GPU, narrow)
+    check_gpu(GPU, of_precision("fp32", "model.rwkv.head_size=32"))
+    check_gpu(GPU, of_precision("fp32", "model.rwkv.head_size=16", "model.attention_fraction=1.0"))  # no RWKV-7
+    monkeypatch.setenv("CDRMIX_BACKEND", "reference")
+    check_gpu(GPU, narrow)
