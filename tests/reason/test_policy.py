@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -26,9 +26,10 @@ from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent import policy
 from cdrmix.reason.agent.agent import Reading, Rewards, TokenMemory, read_episodes
+from cdrmix.reason.agent.answers import AnswerScorer
 from cdrmix.reason.agent.imitation import ImitationPhase
 from cdrmix.reason.agent.policy import PolicyPhase, message_of_idleness, objective_of
-from cdrmix.reason.episodes import EpisodeSource
+from cdrmix.reason.episodes import Episodes, EpisodeSource
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import train_alone
 from cdrmix.reason.rl import rollout
@@ -197,37 +198,76 @@ def test_credit_to_the_final_turn_teaches_answers_alone() -> None:
     assert {loss.batch.prompts_SL.shape[1] for loss in all_turns} == {answer, answer + 5}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_gain_credits_a_turn_without_those_before_it(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("heads", "rows", "short"), [(1, None, False), (2, None, False), (1, 8, False), (2, 4, True)])
+def test_gain_credits_a_turn_without_those_before_it(
+    heads: int, rows: int | None, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The advantage of a turn is the reward of the episode less the likelihood of the right answer after the memory
-    before the turn, less the mean of that over the group. Memories are put together here from what was written."""
+    before the turn, less the mean of that over the group. Memories are put together here from what was written.
+
+    rows: of rollouts that are made at once. short: every second document has an empty second chunk.
+    """
     readings = []
 
     def read(*arguments: Any, **named: Any) -> Reading:
-        readings.append(read_episodes(*arguments, **named))
-        return readings[-1]
+        readings.append((read_episodes(*arguments, **named), arguments[2]))
+        return readings[-1][0]
 
     monkeypatch.setattr(policy, "read_episodes", read)
     config = config_of(credit="gain")
     assert config.reasoning is not None
     memory = config.reasoning.memory.model_copy(update={"heads": heads})
-    config = config.model_copy(update={"reasoning": config.reasoning.model_copy(update={"memory": memory})})
-    phase, model = PolicyPhase(config, source_for(config)), model_of()
+    settings = config.reasoning.phases.policy.model_copy(update={"rollout_rows": rows})
+    phases = config.reasoning.phases.model_copy(update={"policy": settings})
+    changes = {"memory": memory, "phases": phases}
+    config = config.model_copy(update={"reasoning": config.reasoning.model_copy(update=changes)})
+    source = source_for(config)
+    made = source.batch
+
+    def batch(numbers: Sequence[int], chunks: int) -> Episodes:
+        episodes = made(numbers, chunks)
+        if short:
+            episodes.chunks_BNC[[number % 2 == 1 for number in numbers], 1] = source.pad
+        return episodes
+
+    monkeypatch.setattr(source, "batch", batch)
+    phase, model = PolicyPhase(config, source), model_of()
     losses = phase.losses(model, 0, 0, 1)
-    (reading,) = readings
-    episodes = phase.source.batch(range(4), 2)
-    parts = TokenMemory.empty(phase.window, 16, torch.device("cpu"))
-    expected = []
-    for number, turn in enumerate(reading.turns, 1):
-        likelihood = phase.scorer.likelihood(model.language_model, parts.shown(), episodes)
-        expected.append(policy.rewards_of(reading, phase.rl, 8).total_B - likelihood)
-        if number < len(reading.turns):
-            parts = parts.write(phase.window.written(turn.generated), number)
+    assert len(readings) == (1 if rows is None else 16 // rows)
+    writes, answers = [], []
+    for reading, episodes in readings:
+        parts = TokenMemory.empty(phase.window, len(reading.exact_B), torch.device("cpu"))
+        for number, turn in enumerate(reading.turns, 1):
+            likelihood = phase.scorer.likelihood(model.language_model, parts.shown(), episodes)
+            credit_G4 = (policy.rewards_of(reading, phase.rl, 8).total_B - likelihood).view(-1, 4)
+            learnt_G = (credit_G4 != credit_G4[:, :1]).any(1)  # before the first chunk a group has one memory
+            advantages = (credit_G4 - credit_G4.mean(1, keepdim=True))[learnt_G].flatten()
+            if number == len(reading.turns):
+                answers.append(advantages)
+                break
+            read_R = (episodes.chunks_BNC[:, number - 1] != source.pad).any(1).repeat_interleave(4)
+            assert torch.equal(turn.generated.mask_BN.any(1), read_R)
+            writes.append(advantages)
+            parts = parts.write(phase.window.written(turn.generated), number, read_R)
     found = torch.cat([loss.batch.advantages_S for loss in losses])  # type: ignore[attr-defined]
-    groups = torch.stack(expected).view(3, 4, 4)
-    learnt_from = (groups != groups[..., :1]).any(2)  # before the first chunk all rollouts of a group have one memory
-    torch.testing.assert_close(found, (groups - groups.mean(2, keepdim=True))[learnt_from].flatten())
+    torch.testing.assert_close(found, torch.cat([*writes, *answers]))
     assert len(set(found.tolist())) > 16, "turns of an episode differ"
+
+
+def test_gain_leaves_out_all_turns_of_a_group_with_a_failed_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    phase, model = phase_of(credit="gain"), model_of()
+    whole = sum(len(loss.batch.prompts_SL) for loss in phase.losses(model, 0, 0, 1))  # type: ignore[attr-defined]
+    scored = phase.scorer.__class__.__call__
+
+    def one_fails(self: AnswerScorer, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        values_B, _ = scored(self, *arguments)
+        return values_B, torch.arange(len(values_B)) != 6  # of the second group
+
+    monkeypatch.setattr(AnswerScorer, "__call__", one_fails)
+    losses = phase_of(credit="gain").losses(model, 0, 0, 1)
+    assert whole == 2 * 16  # the second chunk and the answer: before the first chunk a group has one memory
+    assert sum(len(loss.batch.prompts_SL) for loss in losses) == 2 * 12  # type: ignore[attr-defined]
+    assert record_of(phase, [model(loss) for loss in losses])["reward_errors"] == 1 / 16
 
 
 def test_a_turn_that_may_not_write_is_not_learnt_from() -> None:
