@@ -6,6 +6,7 @@ If a GPU cannot be used, the errors give the reason: the build of PyTorch, the d
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import random
@@ -168,6 +169,18 @@ def keep_freed_memory() -> None:
     libc.mallopt(mmap_threshold, 32 * 2**20)  # the maximum of glibc
     libc.mallopt(top_pad, 256 * 2**20)
     libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def free_memory() -> None:
+    """Frees the memory of engines that nothing uses any more, before another model is built; begins a GPU's peak anew.
+
+    An engine is part of reference cycles. Python looks for these after a number of new objects, whatever their size:
+    weights, moments and gradients of a training would still be there when the next one begins.
+    """
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def seed_everything(seed: int) -> None:

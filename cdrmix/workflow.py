@@ -52,6 +52,7 @@ from cdrmix.reason.sources import check_episodes, fingerprint_of_questions
 from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
+from cdrmix.runtime import free_memory
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext, check_shared, join
@@ -126,6 +127,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
         if stage_b:
             _train_stage_b(config, run, shards, world, callbacks, mirror)
         if world.is_main_process:
+            free_memory()
             with memory_guard_after_training(run.path):
                 _after_training(run, shards, world.device, watcher)
             print(run.path, flush=True)
@@ -301,12 +303,13 @@ def _train_stage_b(
     if world.gather(world.is_main_process and _reached(run, "stage_b", last.last))[0]:
         run.say(f"Stage B is already complete: {last.last} steps")
         return
-    after_stage_a = run.checkpoints.joinpath("latest").is_file()
-    if world.is_main_process and after_stage_a and "held_out_before" not in run.summary():
+    free_memory()
+    if world.is_main_process and "held_out_before" not in run.summary() and (run.checkpoints / "latest").is_file():
         loaded = load_model(run.path, world.device)
         if loaded.step == config.train.steps:  # stage B must not make this worse
             figures = measure(loaded, shards, config).as_json()
             run.update_summary({"held_out_before": figures, "held_out_before_step": loaded.step})
+        del loaded  # else it stays on the device while the phases train
     run.say("Stage B, steps by phase: " + ", ".join(f"{span.name} {span.section.steps}" for span in spans(config)))
     result = train_stage_b(config, run, shards, callbacks=callbacks, mirror=mirror)
     run.update_summary({"stage_b": {"step": result.step, "seconds": result.seconds}})
@@ -382,8 +385,7 @@ def _export(run: RunFolder, shards: ShardSet, last: Loaded | LoadedForeign, devi
             _answers_the_same(run)
     sizes = [path.stat().st_size for path in run.export.iterdir()]
     facts = {"path": run.export.name, "step": chosen.step, "reason": reason, "files": len(sizes), "bytes": sum(sizes)}
-    facts |= {"average": average} if average > 1 else {}
-    run.update_summary({"export": facts})
+    run.update_summary({"export": facts | ({"average": average} if average > 1 else {})})
 
 
 def _demonstrate(loaded: Loaded, run: RunFolder) -> list[Path]:
@@ -409,9 +411,7 @@ def _answers_the_same(run: RunFolder) -> None:
     answers = Session.load(loaded, run.export / run.session.name).answer()
     before = run.summary()["demonstration"]["answers"]
     if list(answers) != before:
-        raise ExportMismatchError(
-            f"the exported model with its memory answers {list(answers)}; the original answered {before}"
-        )
+        raise ExportMismatchError(f"the exported model with its memory answers {list(answers)}, the original {before}")
     run.say("The exported model with its memory gives the same answer")
 
 

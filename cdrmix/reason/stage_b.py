@@ -34,7 +34,7 @@ from cdrmix.reason.joint import JointPhase
 from cdrmix.reason.phase import Phase, PhaseObjective, freeze, phase_config, reasoning_of
 from cdrmix.reason.sources import check_episodes
 from cdrmix.run_folder import RunFolder
-from cdrmix.runtime import seed_everything
+from cdrmix.runtime import free_memory, seed_everything
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Mirroring, Progress, Saver, load_checkpoint, read_progress
 from cdrmix.training.console import PhaseConsole
@@ -184,6 +184,7 @@ def _train_phase(
     mirror: Mirroring | None,
 ) -> tuple[Progress, dict[str, Tensor], Path]:
     """One phase to its end. Returns the progress, rank 0's weights and the last checkpoint."""
+    free_memory()
     of_phase = phase_config(config, span.section)
     seed_everything(config.run.seed)  # the same in every process: all build the same weights
     model = build_model(config)

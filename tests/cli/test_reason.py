@@ -8,7 +8,8 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+from weakref import WeakSet
 
 import forked
 import pytest
@@ -18,8 +19,11 @@ from cdrmix.cli import main
 from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import read_weights
 from cdrmix.inference.load import Loaded, load_model
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason import stage_b
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.demo import demonstrate
+from cdrmix.reason.model import StageBModel
 from cdrmix.run_folder import read_metrics
 
 Arguments = Callable[..., list[str]]
@@ -43,12 +47,38 @@ REASON = (
 
 
 @pytest.fixture(scope="module")
-def finished(workspace: Path, arguments: Arguments) -> Path:
+def alive() -> list[int]:
+    """How many language models there were when a phase of `finished` built its own."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def finished(workspace: Path, arguments: Arguments, alive: list[int]) -> Path:
     """An uninterrupted run of both stages."""
     root = workspace / "reason"
-    assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
+    made: WeakSet[LanguageModel] = WeakSet()
+    initialise, build = LanguageModel.__init__, stage_b.build_model
+
+    def noted(self: LanguageModel, *arguments: Any, **named: Any) -> None:
+        initialise(self, *arguments, **named)
+        made.add(self)
+
+    def counted(*arguments: Any, **named: Any) -> StageBModel:
+        alive.append(len(made))
+        return build(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageModel, "__init__", noted)
+        patch.setattr(stage_b, "build_model", counted)
+        assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
     (run,) = root.iterdir()
     return run
+
+
+@pytest.mark.usefixtures("finished")
+def test_the_model_of_a_phase_is_gone_before_the_next_is_built(alive: list[int]) -> None:
+    """Stage A's and that of the evaluation between the stages too: a device holds one, with its moments and gradients."""
+    assert alive == [0] * len(PHASES)
 
 
 def test_every_phase_is_done_measured_and_shown(finished: Path) -> None:
