@@ -77,7 +77,7 @@ def finished(workspace: Path, arguments: Arguments, alive: list[int]) -> Path:
 
 @pytest.mark.usefixtures("finished")
 def test_the_model_of_a_phase_is_gone_before_the_next_is_built(alive: list[int]) -> None:
-    """Stage A's and that of the evaluation between the stages too: a device holds one, with its moments and gradients."""
+    """Also of stage A and of the evaluation after it: a device holds one model, with its moments and gradients."""
     assert alive == [0] * len(PHASES)
 
 

@@ -48,12 +48,56 @@ def card(memory_bytes: int | None, flops: float | None = 1e15) -> Machine:
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if "," in case else case for case in TINY])
 def test_the_estimate_is_within_a_tenth_of_the_measured_peak(case: str) -> None:
     name = case.partition(",")[0]
-    command = [sys.executable, str(WORKER), str(CONFIGS / f"{name}.yaml"), *TINY[case]]
+    measured = measured_bytes(name, "", *TINY[case])
+    assert memory_of(config_of(name, *TINY[case]), "cpu", 1).tensors == pytest.approx(measured, rel=0.1)
+
+
+def measured_bytes(name: str, phase: str, *overrides: str) -> int:
+    command = [sys.executable, str(WORKER), str(CONFIGS / f"{name}.yaml"), phase, *overrides]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    measured = int(done.stdout.split("measured ")[1])
-    assert memory_of(config_of(name, *TINY[case]), "cpu", 1).tensors == pytest.approx(measured, rel=0.1)
+    return int(done.stdout.split("measured ")[1])
+
+
+# Episodes of ids, no text beside them; with the likelihood as reward the rollouts of a group differ, and it is kept.
+IDS = [
+    "run.threads=1",
+    "reasoning.agent={task: agent, tokens: true, chunks: 2}",
+    "reasoning.operations={task: hops, tokens: true, chunks: 4}",
+    "reasoning.phases.plasticity.replay=[]",
+    "reasoning.phases.operations_imitation.replay=[]",
+    "reasoning.rl.reward=likelihood",
+]
+LONG = ["reasoning.chunk=128", "reasoning.memory.tokens=8", "model.layers=2"]
+POLICY = ["reasoning.phases.policy.steps=2", "reasoning.phases.policy.warmup_steps=0"]
+UPDATE = ["reasoning.phases.policy.micro_batch=64", "reasoning.phases.policy.rollout_rows=8"]
+IMITATION = ["reasoning.phases.imitation.steps=2", "reasoning.phases.imitation.warmup_steps=0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "overrides"),
+    [("plasticity", []), ("imitation", IMITATION), ("policy", [*LONG, *POLICY, *UPDATE])],
+)
+def test_the_estimate_of_an_update_is_within_a_tenth_of_the_measured_peak(phase: str, overrides: list[str]) -> None:
+    keys = [*IDS, *overrides]
+    (planned,) = phases_of(config_of("cdrmix-reason-tiny", *keys), "cpu", 1, [phase])
+    assert planned.moment == "update"
+    measured = measured_bytes("cdrmix-reason-tiny", phase, *keys)
+    assert planned.memory.tensors == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("phase", "overrides"),
+    [("policy", [*LONG, *POLICY]), ("acceptance", []), ("operations_imitation", []), ("operations", [])],
+)
+def test_a_phase_takes_no_more_than_estimated(phase: str, overrides: list[str]) -> None:
+    """Sizes that depend on the data are the largest possible, and the compiled decoding step of a CPU takes less."""
+    keys = [*IDS, *overrides]
+    (planned,) = phases_of(config_of("cdrmix-reason-tiny", *keys), "cpu", 1, [phase])
+    assert measured_bytes("cdrmix-reason-tiny", phase, *keys) < 1.1 * planned.memory.tensors
 
 
 ONLY_POLICY = [
