@@ -231,6 +231,24 @@ def plastic(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
     return leaves, lambda x: list(ops.plastic_lora(*x.values(), alpha=0.5, decay=0.9, rule="delta"))
 
 
+def plastic_chunks(sizes: Sizes, normal: Normal) -> tuple[Leaves, Outputs]:
+    """A row of four whole chunks and a part of one, rank 8 and keys as wide as a head: as in the reasoning models."""
+    leaves = {
+        "x": normal(1, sizes.tokens, sizes.d_model),
+        "weight": normal(sizes.d_model, sizes.d_model) * sizes.d_model**-0.5,
+        "b": normal(sizes.d_model, 8) * 0.25,
+        "q": unit(normal(1, sizes.tokens, sizes.head)),
+        "k": unit(normal(1, sizes.tokens, sizes.head)),
+        "v": normal(1, sizes.tokens, 8),
+        "beta": normal(1, sizes.tokens).sigmoid(),
+        "a": normal(1, 8, sizes.head).float() * 0.1,
+        "pending": normal(1, 8, sizes.head).float() * 0.1,
+    }
+    chunk = sizes.tokens // 4 - 1
+    place = {"chunk": chunk, "position": 0, "alpha": 0.5, "decay": 0.9, "limit": 2.0}
+    return leaves, lambda x: list(ops.plastic_chunks(*x.values(), **place))
+
+
 FAMILIES: dict[str, Callable[[Sizes, Normal], tuple[Leaves, Outputs]]] = {
     "wkv7": recurrence,
     "time_mix": time_mix,
@@ -244,6 +262,7 @@ FAMILIES: dict[str, Callable[[Sizes, Normal], tuple[Leaves, Outputs]]] = {
     "ce": loss,
     "scan": scan,
     "plastic": plastic,
+    "plastic_chunks": plastic_chunks,
 }
 
 

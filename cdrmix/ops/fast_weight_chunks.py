@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn import functional
 from cdrmix.kernels.fast_weights import reference
 from cdrmix.ops.backend import backend, compute_dtype, kernels_of
 from cdrmix.ops.checks import state_dtype
-from cdrmix.ops.fast_weights import _delta, _project, _write, plastic_commit
+from cdrmix.ops.fast_weights import NARROW, SHRINK, _delta, _project, _write, plastic_commit
 from cdrmix.ops.operator import operator
 
 
@@ -88,22 +88,28 @@ def plastic_chunks(
                 rates = torch.where(old, 0.0, rates)
                 keys, values = (torch.where(old.unsqueeze(-1), 0.0, tensor) for tensor in (keys, values))
             maps = _maps(rule, keys, values, rates) if count > 1 else None  # of one chunk: none is needed
-            before = []
-            for n in range(count):
-                before.append(a)
-                if ends is not None:
-                    pending = torch.where(ends[:, n], 0.0, pending)
-                if maps is None:
-                    pending = _write(rule, keys[:, 0], values[:, 0], rates[..., 0, :], pending)
-                else:
-                    pending = _applied(rule, *maps, n, pending)
-                if (position + last - (count - 1 - n) * length) % chunk == 0:
-                    a = plastic_commit(pending, limit)
-                    pending = decay * a
-                elif ends is not None:  # the rest of this chunk belongs to the new document, which reads zeros
-                    a = torch.where(ends[:, n], 0.0, a)
-            reads_A.append(torch.stack(before, 1) if count > 1 else before[0].unsqueeze(1))
-            read = alpha * (queries @ reads_A[-1].mT)
+            if maps is not None and ends is None and _has_kernel(rule, *maps):
+                keep, add = (each.contiguous() for each in maps if each is not None)
+                states_A, a = _plastic_states(keep, add, a.contiguous(), pending.contiguous(), decay, limit)
+                pending = decay * a
+            else:
+                before = []
+                for n in range(count):
+                    before.append(a)
+                    if ends is not None:
+                        pending = torch.where(ends[:, n], 0.0, pending)
+                    if maps is None:
+                        pending = _write(rule, keys[:, 0], values[:, 0], rates[..., 0, :], pending)
+                    else:
+                        pending = _applied(rule, *maps, n, pending)
+                    if (position + last - (count - 1 - n) * length) % chunk == 0:
+                        a = plastic_commit(pending, limit)
+                        pending = decay * a
+                    elif ends is not None:  # the rest of this chunk belongs to the new document, which reads zeros
+                        a = torch.where(ends[:, n], 0.0, a)
+                states_A = torch.stack(before, 1) if count > 1 else before[0].unsqueeze(1)
+            reads_A.append(states_A)
+            read = alpha * (queries @ states_A.mT)
             reads.append((read if over is None else torch.where(over, 0.0, read)).flatten(1, 2))
         y = _project(x.to(dtype), w.to(dtype), b_up.to(dtype), _joined([front, *reads]).to(dtype))
         return PlasticChunks(y.view(batch, -1, w.shape[0]), _joined(reads_A), a, pending)
@@ -253,3 +259,72 @@ def _applied(rule: str, keep: Tensor | None, add: Tensor, n: int, pending: Tenso
     if rule == "oja":
         return keep[..., n, :, :].mT @ pending + add[..., n, :, :]
     return pending @ keep[..., n, :, :] + add[..., n, :, :]
+
+
+def _has_kernel(rule: str, keep: Tensor | None, add: Tensor) -> bool:
+    """Whether the states of several whole chunks are one kernel: the delta rule on a GPU, with keys that wkv7 takes."""
+    return rule == "delta" and keep is not None and add.shape[-1] <= NARROW and backend(add) == "triton"
+
+
+@operator("cdrmix::plastic_states")
+def _plastic_states(
+    keep: Tensor, add: Tensor, a: Tensor, pending: Tensor, decay: float, limit: float
+) -> tuple[Tensor, Tensor]:
+    """What each chunk reads [B, N, r, d], and A [B, r, d] after the last, from the chunks' maps: `triton_states.py`."""
+    states, last = kernels_of("fast_weights", "triton_states").states_forward(
+        keep, add, a, pending, decay, limit, SHRINK
+    )
+    return states, last
+
+
+@_plastic_states.register_fake
+def _(keep: Tensor, add: Tensor, a: Tensor, pending: Tensor, decay: float, limit: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(add), torch.empty_like(a)
+
+
+@operator("cdrmix::plastic_states_backward")
+def _plastic_states_backward(
+    dstates: Tensor,
+    dlast: Tensor,
+    keep: Tensor,
+    add: Tensor,
+    pending: Tensor,
+    states: Tensor,
+    decay: float,
+    limit: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of keep, add, a and pending."""
+    dkeep, dadd, da, dpending = kernels_of("fast_weights", "triton_states").states_backward(
+        dstates, dlast, keep, add, pending, states, decay, limit, SHRINK
+    )
+    return dkeep, dadd, da, dpending
+
+
+@_plastic_states_backward.register_fake
+def _(
+    dstates: Tensor,
+    dlast: Tensor,
+    keep: Tensor,
+    add: Tensor,
+    pending: Tensor,
+    states: Tensor,
+    decay: float,
+    limit: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(keep), torch.empty_like(add), torch.empty_like(pending), torch.empty_like(pending)
+
+
+def _keep_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    keep, add, _, pending, ctx.decay, ctx.limit = inputs
+    ctx.save_for_backward(keep, add, pending, output[0])
+
+
+def _differentiate_states(ctx: Any, dstates: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _plastic_states_backward(
+        dstates.contiguous(), dlast.contiguous(), *ctx.saved_tensors, ctx.decay, ctx.limit
+    )
+    wanted = [dx if needed else None for dx, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
+    return *wanted, None, None
+
+
+_plastic_states.register_autograd(_differentiate_states, setup_context=_keep_states)
