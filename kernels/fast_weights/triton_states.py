@@ -12,16 +12,18 @@ in float32, norms in float64 as in `plastic_commit`. There are no atomics: the s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cdrmix.kernels.common.triton_helpers import Build, dot, dot_add
+from cdrmix.kernels.common.triton_helpers import Build, architecture, dot, dot_add
 from cdrmix.kernels.moe.triton_rows import on
 
 WIDEST = 64  # of keys: a program keeps M_n [d, d], A and P [r, d] in registers
-MOST_ROWS = 64  # of A in a program; more rows are several programs, since rows do not depend on one another
+BLOCK_R = 16  # rows of A in a program; more are several programs, since rows do not depend on one another
 WARPS = 4
 RANKS = (8, 12, 16, 24)  # those of the released configurations, which are compiled ahead of time
 
@@ -85,8 +87,10 @@ def plastic_states_backward(
         square, whole = place(number, 0, WIDTH, WIDTH, BLOCK_D, BLOCK_D)
         factor = tl.load(keep + square, whole, 0.0)
         waiting = tl.load(before + here, inside, 0.0) * DECAY
+        turned = tl.load(before + tl.trans(here), tl.trans(inside), 0.0) * DECAY  # loaded as its transpose: aot_ir.py
         if n == 0:
             waiting = tl.load(pending + at, inside, 0.0)
+            turned = tl.load(pending + tl.trans(at), tl.trans(inside), 0.0)
         written = dot_add(waiting, factor, tl.load(add + here, inside, 0.0), PRECISION)
         squared, scale = commit_scale(written, LIMIT, SHRINK)
         # commit(p) = SHRINK LIMIT p / |p|: its gradient is scale (d - p (p . d) / |p|^2); within the limit it is d.
@@ -95,7 +99,7 @@ def plastic_states_backward(
         dwritten = ((dwide - wide * along[:, None]) * scale[:, None]).to(tl.float32)
         tl.store(dadd + here, dwritten, inside)
         own, _ = place((batch * tl.num_programs(1) + program) * chunks + n, 0, WIDTH, WIDTH, BLOCK_D, BLOCK_D)
-        tl.store(dkeep + own, dot(tl.trans(waiting), dwritten, PRECISION), whole)
+        tl.store(dkeep + own, dot(turned, dwritten, PRECISION), whole)
         dwaiting = dot(dwritten, tl.trans(factor), PRECISION)
         dread = tl.load(dbefore + here, inside, 0.0)
         if n == 0:
@@ -104,11 +108,11 @@ def plastic_states_backward(
         dstate = dread + dwaiting * DECAY
 
 
-def tiles(rank: int, width: int) -> dict[str, int | str]:
-    """Sizes of the tiles: at least 16, which a product needs."""
-    block_r = min(MOST_ROWS, max(16, triton.next_power_of_2(rank)))
+def tiles(rank: int, width: int, arch: str) -> dict[str, Any]:
+    """Sizes of the tiles: at least 16, which a product needs. NVIDIA's tensor cores make a product of three of TF32."""
+    precision = "ieee" if arch == "gfx942" else "tf32x3"
     block_d = max(16, triton.next_power_of_2(width))
-    return {"RANK": rank, "WIDTH": width, "BLOCK_R": block_r, "BLOCK_D": block_d, "PRECISION": "ieee"}
+    return {"RANK": rank, "WIDTH": width, "BLOCK_R": BLOCK_R, "BLOCK_D": block_d, "PRECISION": precision}
 
 
 def states_forward(
@@ -116,10 +120,10 @@ def states_forward(
 ) -> tuple[Tensor, Tensor]:
     """keep [B, N, d, d], add [B, N, r, d]; a, pending [B, r, d], all float32: what each chunk reads, and the last A."""
     batch, chunks, rank, width = add.shape
-    sizes = tiles(rank, width)
+    sizes = tiles(rank, width, architecture(add.device))
     before, last = torch.empty_like(add), torch.empty_like(a)
     with on(add.device):
-        plastic_states_forward[(batch, triton.cdiv(rank, sizes["BLOCK_R"]))](
+        plastic_states_forward[(batch, triton.cdiv(rank, BLOCK_R))](
             *(keep, add, a, pending, before, last, chunks),
             **{"DECAY": decay, "LIMIT": limit, "SHRINK": shrink, **sizes},
             num_warps=WARPS,
@@ -140,8 +144,8 @@ def states_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of keep, add, a and pending."""
     batch, chunks, rank, width = add.shape
-    sizes = tiles(rank, width)
-    programs = triton.cdiv(rank, sizes["BLOCK_R"])
+    sizes = tiles(rank, width, architecture(add.device))
+    programs = triton.cdiv(rank, BLOCK_R)
     dkeep = keep.new_empty(batch, programs, *keep.shape[1:])
     dadd, da, dpending = torch.empty_like(add), torch.empty_like(pending), torch.empty_like(pending)
     with on(add.device):
@@ -155,10 +159,10 @@ def states_backward(
 
 def builds(arch: str) -> list[Build]:
     """Both kernels with keys of 64 and the released ranks, for 8 rows of 8 chunks."""
-    return [build(name, rank) for rank in RANKS for name in ("forward", "backward")]
+    return [build(name, rank, arch) for rank in RANKS for name in ("forward", "backward")]
 
 
-def build(name: str, rank: int) -> Build:
+def build(name: str, rank: int, arch: str) -> Build:
     """A kernel as it ships, with its cost."""
     batch, chunks, width = 8, 8, WIDEST
     forward = name == "forward"
@@ -170,10 +174,10 @@ def build(name: str, rank: int) -> Build:
         name=f"plastic_states_{name}",
         kernel=plastic_states_forward if forward else plastic_states_backward,
         signature=dict.fromkeys(arrays.split(), "*fp32") | {"chunks": "i32"},
-        constants={"DECAY": 1.0, "LIMIT": 8.0, "SHRINK": 1 - 2**-22, **tiles(rank, width)},
+        constants={"DECAY": 1.0, "LIMIT": 8.0, "SHRINK": 1 - 2**-22, **tiles(rank, width, arch)},
         num_warps=WARPS,
         num_stages=3,
-        programs=batch * triton.cdiv(rank, MOST_ROWS),
+        programs=batch * triton.cdiv(rank, BLOCK_R),
         flops=2 * batch * chunks * rank * width**2 * (1 if forward else 3),
         bytes=4 * batch * chunks * (squares * width**2 + states * rank * width),
         trips=(chunks,),
