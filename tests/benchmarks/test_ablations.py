@@ -69,9 +69,11 @@ def test_arms_that_are_the_same_experiment_share_rows(rows: list[dict[str, Any]]
 
 
 def test_results_are_added_once(rows: list[dict[str, Any]]) -> None:
-    line = {"mark": "x", "what": "hebb, delta", "seed": 99, "seconds": 1.0, "measured": {"accuracy@4": 1.0}}
+    where = {"torch": "2.13.0", "device": "NVIDIA H200", "threads": 1}
+    line = {"mark": "x", "what": "hebb, delta", **where, "seed": 99, "seconds": 1.0, "measured": {"accuracy@4": 1.0}}
     (row,) = ablations.added([json.dumps(line)], rows, "abc1234")
     assert row["case"] == "hebb, delta"
     assert row["commit"] == "abc1234"
+    assert row["device"] == "NVIDIA H200"
     assert row.keys() == rows[0].keys()
     assert ablations.added([json.dumps(line)], [*rows, row], "abc1234") == []
