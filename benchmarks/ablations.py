@@ -45,6 +45,8 @@ SHOWN: dict[str, Sequence[str]] = {
     "removal-s3": ("last8",),
 }
 
+COPIED = ("torch", "device", "threads", "seed", "seconds", "measured")  # from a result to its row
+
 COUNTED: dict[Judgement, str] = {
     "holds": "hold",
     "not shown": "are not shown",
@@ -160,12 +162,25 @@ def all_results(rows: Sequence[dict[str, Any]], measured: dict[str, Runs]) -> st
 
 
 def added(lines: Iterable[str], rows: Sequence[dict[str, Any]], commit: str) -> list[dict[str, Any]]:
-    """Lines of `cdrmix ablate` as rows of the results file, without those that the file already has."""
-    existing = {(row["case"], row["seed"]) for row in rows}
+    """Lines of `cdrmix ablate` as rows of the results file, without those that the file already has.
+
+    Raises ValueError for a line without a key, and for a result that the file has from another device.
+    """
+    existing = {(row["case"], row["seed"]): row["device"] for row in rows}
     results = [json.loads(line) for line in lines]
+    for number, result in enumerate(results, 1):
+        if missing := sorted({"what", *COPIED} - result.keys()):
+            raise ValueError(
+                f"line {number} has no {', '.join(missing)}; run it again with this version of `cdrmix ablate`"
+            )
+        other = existing.get((result["what"], result["seed"]), result["device"])
+        if other != result["device"]:
+            raise ValueError(
+                f"line {number}: {result['what']!r}, seed {result['seed']} is there from {other}, this is of "
+                f"{result['device']}; remove one of them"
+            )
     return [
-        {"suite": "ablations", "case": result["what"], "commit": commit}
-        | {key: result[key] for key in ("torch", "device", "threads", "seed", "seconds", "measured")}
+        {"suite": "ablations", "case": result["what"], "commit": commit} | {key: result[key] for key in COPIED}
         for result in results
         if (result["what"], result["seed"]) not in existing
     ]

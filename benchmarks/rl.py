@@ -31,6 +31,7 @@ from torch import nn
 from cdrmix.config.schema import Attention, Config, FeedForward, Model, Rwkv
 from cdrmix.inference.generate import Row, decode
 from cdrmix.inference.sampling import Sampling
+from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent.agent import Window, read_episodes
 from cdrmix.reason.episodes import Episodes, TokenSource
@@ -197,13 +198,18 @@ def adapters(path: Path, overrides: tuple[str, ...], options: Options) -> Result
     rows, chunks = config.train.micro_batch_rows, ADAPTED_CHUNKS
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, config.cdrmix_model.vocab_size, (rows, chunks * chunk), generator=generator).to(device)
+    # As in phase plasticity with `carry: fast`: mixers begin anew at every chunk, the fast weights at every row.
+    starts, episodes = (
+        torch.arange(0, rows * chunks * chunk + 1, step, dtype=torch.int32) for step in (chunk, chunks * chunk)
+    )
+    borders = starts.to(device), FastWeightOptions(episodes.to(device))
     precision = AUTOCAST[config.train.precision]
     be_deterministic()
 
     def step(name: str, train: bool) -> int:
         context = nullcontext() if precision is None else torch.autocast(device.type, precision)
         with torch.set_grad_enabled(train), context:
-            hidden = models[name](ids).hidden_BTD
+            hidden = models[name](ids, cu_seqlens=borders[0], fast_weights=borders[1]).hidden_BTD
         if train:
             hidden.float().square().mean().backward()
         if device.type == "cuda":

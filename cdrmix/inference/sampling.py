@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cdrmix.errors import ConfigError
 
-UNITS = 2.0**52  # of a probability, to be added as integers: the numbers that float64 has between 1 and 2
+UNITS = 2.0**52  # of a probability, to be added as integers: float64 numbers between 1 and 2 are steps of 2^-52
 FIRST = 128  # tokens that are put in order at first; in trained models they have nearly all probability
 
 
@@ -182,7 +182,7 @@ def inverse(probability_NV: Tensor, points_N1: Tensor) -> Tensor:
     """The inverse of the distribution function: int64 [N, 1], an index for each point in [0, 1).
 
     Index i is taken if the point, times the sum, is at least the sum before i and below the sum with i: never one of
-    probability 0. probability: float64, not negative, in sum at most 2^10; what is below 1 / UNITS counts as 0.
+    probability 0. probability: float64, not negative, in sum from 2^-20 to 2^10; what is below 1 / UNITS counts as 0.
     """
     # Sums of integers: a GPU adds floats in no fixed order, which `be_deterministic` refuses.
     cumulative_NV = (probability_NV * UNITS).long().cumsum(-1)

@@ -88,9 +88,12 @@ def plastic_chunks(
                 rates = torch.where(old, 0.0, rates)
                 keys, values = (torch.where(old.unsqueeze(-1), 0.0, tensor) for tensor in (keys, values))
             maps = _maps(rule, keys, values, rates) if count > 1 else None  # of one chunk: none is needed
-            if maps is not None and ends is None and _has_kernel(rule, *maps):
+            if maps is not None and _has_kernel(rule, *maps):
                 keep, add = (each.contiguous() for each in maps if each is not None)
-                states_A, a = _plastic_states(keep, add, a.contiguous(), pending.contiguous(), decay, limit)
+                drops = keep.new_zeros(keep.shape[:2]) if ends is None else ends.flatten(1)
+                states_A, a = _plastic_states(
+                    keep, add, a.contiguous(), pending.contiguous(), drops.to(torch.int8), decay, limit
+                )
                 pending = decay * a
             else:
                 before = []
@@ -262,23 +265,28 @@ def _applied(rule: str, keep: Tensor | None, add: Tensor, n: int, pending: Tenso
 
 
 def _has_kernel(rule: str, keep: Tensor | None, add: Tensor) -> bool:
-    """Whether the states of several whole chunks are one kernel: the delta rule on a GPU, with keys that wkv7 takes."""
+    """Whether the states of several whole chunks are one kernel: the delta rule on a GPU, with keys that wkv7 takes.
+
+    Each of them ends with a commit, so a document that begins in one drops `pending` and nothing else.
+    """
     return rule == "delta" and keep is not None and add.shape[-1] <= NARROW and backend(add) == "triton"
 
 
 @operator("cdrmix::plastic_states")
 def _plastic_states(
-    keep: Tensor, add: Tensor, a: Tensor, pending: Tensor, decay: float, limit: float
+    keep: Tensor, add: Tensor, a: Tensor, pending: Tensor, drops: Tensor, decay: float, limit: float
 ) -> tuple[Tensor, Tensor]:
     """What each chunk reads [B, N, r, d], and A [B, r, d] after the last, from the chunks' maps: `triton_states.py`."""
     states, last = kernels_of("fast_weights", "triton_states").states_forward(
-        keep, add, a, pending, decay, limit, SHRINK
+        keep, add, a, pending, drops, decay, limit, SHRINK
     )
     return states, last
 
 
 @_plastic_states.register_fake
-def _(keep: Tensor, add: Tensor, a: Tensor, pending: Tensor, decay: float, limit: float) -> tuple[Tensor, Tensor]:
+def _(
+    keep: Tensor, add: Tensor, a: Tensor, pending: Tensor, drops: Tensor, decay: float, limit: float
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(add), torch.empty_like(a)
 
 
@@ -289,13 +297,14 @@ def _plastic_states_backward(
     keep: Tensor,
     add: Tensor,
     pending: Tensor,
+    drops: Tensor,
     states: Tensor,
     decay: float,
     limit: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of keep, add, a and pending."""
     dkeep, dadd, da, dpending = kernels_of("fast_weights", "triton_states").states_backward(
-        dstates, dlast, keep, add, pending, states, decay, limit, SHRINK
+        dstates, dlast, keep, add, pending, drops, states, decay, limit, SHRINK
     )
     return dkeep, dadd, da, dpending
 
@@ -307,6 +316,7 @@ def _(
     keep: Tensor,
     add: Tensor,
     pending: Tensor,
+    drops: Tensor,
     states: Tensor,
     decay: float,
     limit: float,
@@ -315,8 +325,8 @@ def _(
 
 
 def _keep_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    keep, add, _, pending, ctx.decay, ctx.limit = inputs
-    ctx.save_for_backward(keep, add, pending, output[0])
+    keep, add, _, pending, drops, ctx.decay, ctx.limit = inputs
+    ctx.save_for_backward(keep, add, pending, drops, output[0])
 
 
 def _differentiate_states(ctx: Any, dstates: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
@@ -324,7 +334,7 @@ def _differentiate_states(ctx: Any, dstates: Tensor, dlast: Tensor) -> tuple[Ten
         dstates.contiguous(), dlast.contiguous(), *ctx.saved_tensors, ctx.decay, ctx.limit
     )
     wanted = [dx if needed else None for dx, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, None
+    return *wanted, None, None, None
 
 
 _plastic_states.register_autograd(_differentiate_states, setup_context=_keep_states)

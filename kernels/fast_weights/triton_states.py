@@ -2,6 +2,7 @@
 
     P_n = pending_n M_n + U_n,  A_{n+1} = commit(P_n),  pending_{n+1} = decay A_{n+1},  n = 0 .. N - 1
 
+In a chunk in which a document begins, pending_n is dropped: 0 is read in its place.
 M_n [d, d] and U_n [r, d] are the map of chunk n, and commit scales rows down to a norm of at most `limit`
 (ops/fast_weights.py). A program has one row of the batch, and keeps A in registers: forward it goes from the first
 chunk to the last, backward from the last to the first. One launch takes the place of a dozen for every chunk. Sums are
@@ -47,7 +48,7 @@ def place(number, row, RANK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.cons
 
 @triton.jit
 def plastic_states_forward(
-    keep, add, a, pending, before, last, chunks,
+    keep, add, a, pending, drops, before, last, chunks,
     DECAY: tl.constexpr, LIMIT: tl.constexpr, SHRINK: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -61,6 +62,7 @@ def plastic_states_forward(
         here, _ = place(number, row, RANK, WIDTH, BLOCK_R, BLOCK_D)
         square, whole = place(number, 0, WIDTH, WIDTH, BLOCK_D, BLOCK_D)
         tl.store(before + here, state, inside)
+        waiting = tl.where(tl.load(drops + number) != 0, 0.0, waiting)
         factor = tl.load(keep + square, whole, 0.0)
         written = dot_add(waiting, factor, tl.load(add + here, inside, 0.0), PRECISION)
         _, scale = commit_scale(written, LIMIT, SHRINK)
@@ -71,7 +73,7 @@ def plastic_states_forward(
 
 @triton.jit
 def plastic_states_backward(
-    keep, add, pending, before, dbefore, dlast, dkeep, dadd, da, dpending, chunks,
+    keep, add, pending, drops, before, dbefore, dlast, dkeep, dadd, da, dpending, chunks,
     DECAY: tl.constexpr, LIMIT: tl.constexpr, SHRINK: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -91,6 +93,8 @@ def plastic_states_backward(
         if n == 0:
             waiting = tl.load(pending + at, inside, 0.0)
             turned = tl.load(pending + tl.trans(at), tl.trans(inside), 0.0)
+        dropped = tl.load(drops + number) != 0
+        waiting, turned = tl.where(dropped, 0.0, waiting), tl.where(dropped, 0.0, turned)
         written = dot_add(waiting, factor, tl.load(add + here, inside, 0.0), PRECISION)
         squared, scale = commit_scale(written, LIMIT, SHRINK)
         # commit(p) = SHRINK LIMIT p / |p|: its gradient is scale (d - p (p . d) / |p|^2); within the limit it is d.
@@ -100,7 +104,7 @@ def plastic_states_backward(
         tl.store(dadd + here, dwritten, inside)
         own, _ = place((batch * tl.num_programs(1) + program) * chunks + n, 0, WIDTH, WIDTH, BLOCK_D, BLOCK_D)
         tl.store(dkeep + own, dot(turned, dwritten, PRECISION), whole)
-        dwaiting = dot(dwritten, tl.trans(factor), PRECISION)
+        dwaiting = tl.where(dropped, 0.0, dot(dwritten, tl.trans(factor), PRECISION))
         dread = tl.load(dbefore + here, inside, 0.0)
         if n == 0:
             tl.store(dpending + at, dwaiting, inside)
@@ -116,15 +120,16 @@ def tiles(rank: int, width: int, arch: str) -> dict[str, Any]:
 
 
 def states_forward(
-    keep: Tensor, add: Tensor, a: Tensor, pending: Tensor, decay: float, limit: float, shrink: float
+    keep: Tensor, add: Tensor, a: Tensor, pending: Tensor, drops: Tensor, decay: float, limit: float, shrink: float
 ) -> tuple[Tensor, Tensor]:
-    """keep [B, N, d, d], add [B, N, r, d]; a, pending [B, r, d], all float32: what each chunk reads, and the last A."""
+    """keep [B, N, d, d], add [B, N, r, d]; a, pending [B, r, d], all float32; drops: int8 [B, N], 1 where pending is
+    dropped. What each chunk reads [B, N, r, d], and the last A [B, r, d]."""
     batch, chunks, rank, width = add.shape
     sizes = tiles(rank, width, architecture(add.device))
     before, last = torch.empty_like(add), torch.empty_like(a)
     with on(add.device):
         plastic_states_forward[(batch, triton.cdiv(rank, BLOCK_R))](
-            *(keep, add, a, pending, before, last, chunks),
+            *(keep, add, a, pending, drops, before, last, chunks),
             **{"DECAY": decay, "LIMIT": limit, "SHRINK": shrink, **sizes},
             num_warps=WARPS,
         )
@@ -137,6 +142,7 @@ def states_backward(
     keep: Tensor,
     add: Tensor,
     pending: Tensor,
+    drops: Tensor,
     before: Tensor,
     decay: float,
     limit: float,
@@ -150,7 +156,7 @@ def states_backward(
     dadd, da, dpending = torch.empty_like(add), torch.empty_like(pending), torch.empty_like(pending)
     with on(add.device):
         plastic_states_backward[(batch, programs)](
-            *(keep, add, pending, before, dbefore, dlast, dkeep, dadd, da, dpending, chunks),
+            *(keep, add, pending, drops, before, dbefore, dlast, dkeep, dadd, da, dpending, chunks),
             **{"DECAY": decay, "LIMIT": limit, "SHRINK": shrink, **sizes},
             num_warps=WARPS,
         )
@@ -173,7 +179,7 @@ def build(name: str, rank: int, arch: str) -> Build:
     return Build(
         name=f"plastic_states_{name}",
         kernel=plastic_states_forward if forward else plastic_states_backward,
-        signature=dict.fromkeys(arrays.split(), "*fp32") | {"chunks": "i32"},
+        signature=dict.fromkeys(arrays.split(), "*fp32") | {"drops": "*i8", "chunks": "i32"},
         constants={"DECAY": 1.0, "LIMIT": 8.0, "SHRINK": 1 - 2**-22, **tiles(rank, width, arch)},
         num_warps=WARPS,
         num_stages=3,

@@ -77,3 +77,16 @@ def test_results_are_added_once(rows: list[dict[str, Any]]) -> None:
     assert row["device"] == "NVIDIA H200"
     assert row.keys() == rows[0].keys()
     assert ablations.added([json.dumps(line)], [*rows, row], "abc1234") == []
+    with pytest.raises(ValueError, match="line 1: 'hebb, delta', seed 99 is there from NVIDIA H200, this is of cpu"):
+        ablations.added([json.dumps(line | {"device": "cpu"})], [*rows, row], "abc1234")
+    del line["torch"]
+    with pytest.raises(ValueError, match="line 1 has no torch; run it again"):
+        ablations.added([json.dumps(line)], rows, "abc1234")
+
+
+def test_rows_of_seeds_that_the_file_does_not_name_are_in_no_table() -> None:
+    rows = [
+        {"case": "hebb, hebb", "seed": seed, "measured": {"accuracy@4": float(seed)}, "device": "cpu", "commit": "x"}
+        for seed in (3, 4)
+    ]
+    assert ablations.collect(rows)["hebb"]["hebb"] == {4: {"accuracy@4": 4.0}}

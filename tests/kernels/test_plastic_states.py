@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix import ops
-from cdrmix.kernels.common.triton_helpers import INTERPRETED
+from cdrmix.kernels.common.triton_helpers import ARCHITECTURES, INTERPRETED
+from cdrmix.kernels.fast_weights import triton_states
 from cdrmix.ops import fast_weight_chunks
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is off; `-m gpu` compiles the kernels")
@@ -19,10 +20,13 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter i
 BOUND = 350 * 2.0**-24
 
 
-def one_by_one(keep: Tensor, add: Tensor, a: Tensor, pending: Tensor, decay: float, limit: float) -> list[Tensor]:
+def one_by_one(
+    keep: Tensor, add: Tensor, a: Tensor, pending: Tensor, drops: Tensor, decay: float, limit: float
+) -> list[Tensor]:
     states = []
-    for factor, update in zip(keep.unbind(1), add.unbind(1), strict=True):
+    for factor, update, drop in zip(keep.unbind(1), add.unbind(1), drops.unbind(1), strict=True):
         states.append(a)
+        pending = torch.where(drop.bool()[:, None, None], 0.0, pending)
         a = ops.plastic_commit(pending @ factor + update, limit)
         pending = decay * a
     return [torch.stack(states, 1), a]
@@ -40,7 +44,9 @@ def compare(sizes: tuple[int, int, int, int], seed: int, decay: float, limit: fl
     given = [keep, normal(batch, chunks, rank, width), *(normal(batch, rank, width) for _ in range(2))]
     inputs = [tensor.to(device).requires_grad_() for tensor in given]
     exact = [tensor.double().requires_grad_() for tensor in given]
-    found, wanted = fast_weight_chunks._plastic_states(*inputs, decay, limit), one_by_one(*exact, decay, limit)
+    drops = torch.randint(0, 4, (batch, chunks), generator=random) == 0
+    found = fast_weight_chunks._plastic_states(*inputs, drops.to(device, torch.int8), decay, limit)
+    wanted = one_by_one(*exact, drops, decay, limit)
     directions = [torch.randn(each.shape, generator=random, dtype=torch.float64) for each in wanted]
     gradients = torch.autograd.grad(found, inputs, [each.to(device).float() for each in directions])
     pairs = [
@@ -79,14 +85,17 @@ def test_on_a_gpu_they_equal_float64(sizes: tuple[int, int, int, int], limit: fl
     compare(sizes, 1, 0.9, limit, "cuda")
 
 
-def rows_of_chunks(device: str) -> None:
-    """Values and gradients of `plastic_chunks` in float32, with the kernels, against float64 on a CPU."""
+def rows_of_chunks(rank: int, starts: list[int], device: str) -> None:
+    """Values and gradients of `plastic_chunks` in float32, with the kernels, against float64 on a CPU.
+
+    starts: tokens of the second row at which documents begin.
+    """
     random = torch.Generator().manual_seed(4)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=random, dtype=torch.float64)
 
-    tokens, rank, width = 3 * 8 + 5, 12, 60  # with the identity 72 rows of values: more than one head of wkv7
+    tokens, width = 3 * 8 + 5, 60  # with the identity more rows of values than a head of wkv7 has
     exact = {
         "x": normal(2, tokens, 7),
         "w": normal(5, 7),
@@ -101,8 +110,10 @@ def rows_of_chunks(device: str) -> None:
     found = {name: tensor.to(device, torch.float32).requires_grad_() for name, tensor in exact.items()}
     for tensor in exact.values():
         tensor.requires_grad_()
+    begins = torch.zeros(2, tokens, dtype=torch.bool)
+    begins[1, starts] = True
     place = {"chunk": 8, "position": 0, "alpha": 0.3, "decay": 0.9, "limit": 3.0}
-    results = [ops.plastic_chunks(**inputs, **place) for inputs in (found, exact)]
+    results = [ops.plastic_chunks(**inputs, **place, starts=begins.to(inputs["x"].device)) for inputs in (found, exact)]
     directions = [normal(*each.shape) for each in results[1]]
     pairs = list(zip(*results, strict=True))
     gradients = [
@@ -114,16 +125,40 @@ def rows_of_chunks(device: str) -> None:
         assert (one.cpu().double() - other).abs().max() <= 4 * 8 * 60 * 2.0**-24 * other.abs().max()
 
 
+# Rank 12: two heads of values; 70: three, and five programs for the states. Documents that begin with a chunk, inside
+# of one, twice in one and in the part of a chunk at the end; none.
+ROWS = [(12, []), (12, [3, 8, 17, 19, 26]), (70, [8])]
+
+
 @interpreted
-def test_rows_of_chunks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rank", "starts"), ROWS)
+def test_rows_of_chunks_with_the_kernels(rank: int, starts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")
     called = []
     states = fast_weight_chunks._plastic_states
     monkeypatch.setattr(fast_weight_chunks, "_plastic_states", lambda *inputs: called.append(1) or states(*inputs))
-    rows_of_chunks("cpu")
+    rows_of_chunks(rank, starts, "cpu")
     assert called, "several whole chunks are one kernel"
 
 
 @pytest.mark.gpu
-def test_rows_of_chunks_on_a_gpu() -> None:
-    rows_of_chunks("cuda")
+@pytest.mark.parametrize(("rank", "starts"), ROWS)
+def test_rows_of_chunks_on_a_gpu(rank: int, starts: list[int]) -> None:
+    rows_of_chunks(rank, starts, "cuda")
+
+
+@interpreted
+def test_the_operator_keeps_to_its_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors of the right shapes, no input that changes or comes back as an output, registered gradients."""
+    monkeypatch.setenv("CDRMIX_BACKEND", "triton")
+    random = torch.Generator().manual_seed(1)
+    sizes = ((2, 3, 12, 12), (2, 3, 5, 12), (2, 5, 12), (2, 5, 12))
+    given = [torch.randn(size, generator=random).requires_grad_() for size in sizes]
+    drops = torch.tensor([[0, 1, 0], [0, 0, 0]], dtype=torch.int8)
+    torch.library.opcheck(torch.ops.cdrmix.plastic_states.default, (*given, drops, 0.9, 3.0))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_builds_name_every_argument_once(arch: str) -> None:
+    for build in triton_states.builds(arch):
+        assert sorted([*build.signature, *build.constants]) == sorted(build.kernel.arg_names), build.name

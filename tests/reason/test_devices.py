@@ -1,14 +1,19 @@
-"""Stage B on each device: every experiment has the same measurements twice, and all phases train."""
+"""Stage B on each device: every phase that an experiment trains changes weights, to the same bits twice."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
-from cdrmix.reason.experiments import ablation, token_memory
+import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed")
+
+from cdrmix.config.schema import Config
+from cdrmix.reason.experiments import ablation, acceptance, operations, plasticity, state_tracking, token_memory
+from cdrmix.reason.experiments.base import Say
+from cdrmix.reason.model import StageBModel
+from cdrmix.reason.phase import Phase, train_alone
 
 FILES = Path(__file__).parents[2] / "configs" / "ablations"
 # File, arm, and what makes it short. Together they have every phase that an experiment trains, ids and text.
@@ -16,7 +21,7 @@ PHASES = "reasoning.phases."
 CASES = {
     "tracking": ("removal-s3", "c=2", ["train.steps=24", "ablation.tracking.lengths=[20]"]),
     "plasticity": ("delta-recall", "on", [f"{PHASES}plasticity.steps=3", "ablation.harder_chunks=[4]"]),
-    "acceptance": ("accept-head", "three strengths", [f"{PHASES}plasticity.steps=2", f"{PHASES}acceptance.steps=3"]),
+    "acceptance": ("accept-head", "three strengths", [f"{PHASES}plasticity.steps=60", f"{PHASES}acceptance.steps=3"]),
     "policy": (
         "token-memory-harder",
         "policy",
@@ -51,19 +56,29 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_an_arm_has_the_same_measurements_twice(case: str, device: str, tmp_path: Path) -> None:
+def test_an_arm_has_the_same_weights_and_measurements_twice(
+    case: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, arm, short = CASES[case]
+    bits: list[bytes] = []  # of the weights after each phase
+
+    def train(config: Config, model: StageBModel, phase: Phase, say: Say) -> list[dict[str, float]]:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        records = train_alone(config, model, phase, say)
+        after = [parameter.detach().cpu() for parameter in model.parameters()]
+        assert next(model.parameters()).device.type == device
+        assert any(not torch.equal(one.cpu(), other) for one, other in zip(before, after, strict=True)), phase.name
+        bits.append(b"".join(parameter.numpy().tobytes() for parameter in after))
+        return records
+
+    for module in (acceptance, operations, plasticity, state_tracking, token_memory):
+        monkeypatch.setattr(module, "train_alone", train)
     found = []
     for out in ("one", "other"):
         token_memory._IMITATED.clear()
-        outcome = ablation.run(
-            FILES / f"{name}.yaml",
-            [*short, *SHORT, f"run.device={device}"],
-            [1],
-            tmp_path / out,
-            arms=[arm],
-            say=quiet,
-        )
-        found.append(outcome.measured[arm][1])
-    assert found[0]
+        overrides = [*short, *SHORT, f"run.device={device}"]
+        outcome = ablation.run(FILES / f"{name}.yaml", overrides, [1], tmp_path / out, arms=[arm], say=quiet)
+        found.append((outcome.measured[arm][1], tuple(bits)))
+        bits.clear()
+    assert found[0][0]
     assert found[0] == found[1]
