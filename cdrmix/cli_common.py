@@ -51,7 +51,10 @@ def length_list(text: str) -> list[int]:
 
 
 def seed_list(text: str) -> list[int]:
-    return [positive_integer(part) for part in text.split(",")]
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) < 2**63 for part in parts):
+        raise argparse.ArgumentTypeError(f"must be integers from 0 to 2^63 - 1 with commas between; found {text!r}")
+    return [int(part) for part in parts]
 
 
 def positive_number(text: str) -> float:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
 from cdrmix.errors import NonFiniteLogitsError
+from cdrmix.inference.sampling import inverse
 from cdrmix.model.cache import flattened, select
 from cdrmix.model.decoding import prefill, repeat
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.ops import decode as decode_step
 from cdrmix.reason.rl.rollout import decode, generate, micro_batches, taken
 
 VOCABULARY = 24
@@ -151,3 +157,37 @@ def test_micro_batches_divide_the_rows(count: int, processes: int) -> None:
     assert sorted(counted) == list(range(count))
     assert all(1 <= len(part[0]) <= 2 for cut in cuts for part in cut)
     assert len(micro_batches([rows, mask], 2, least=6)) == 6
+
+
+def test_a_point_takes_the_token_in_whose_part_of_the_sum_it_lies() -> None:
+    """Points on the bounds of parts, the largest point below 1, and tokens of probability 0 at both ends."""
+    probability = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0], dtype=torch.float64)
+    points = [0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53]
+    for factor in (1.0, 2.0**-20, 2.0**10):  # of the sum
+        taken = inverse(
+            factor * probability.expand(len(points), -1), torch.tensor(points, dtype=torch.float64)[:, None]
+        )
+        assert taken.flatten().tolist() == [1, 1, 3, 3, 4, 4]
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 999), tokens=st.integers(1, 300), sharpness=st.sampled_from([0.1, 3.0, 30.0]))
+def test_points_take_what_exact_sums_do(seed: int, tokens: int, sharpness: float) -> None:
+    """The exact sums are fractions. A probability is rounded down by less than 2^-52, so a sum by tokens times that."""
+    random = torch.Generator().manual_seed(seed)
+    probability = (sharpness * torch.randn(1, tokens, generator=random, dtype=torch.float64)).softmax(-1)
+    point = torch.rand(1, 1, generator=random, dtype=torch.float64)
+    (token,) = inverse(probability, point).flatten().tolist()
+    parts = [Fraction(value) for value in probability.flatten().tolist()]
+    wanted, slack = Fraction(point.item()) * sum(parts), Fraction(2 * tokens, 2**52)
+    assert sum(parts[:token]) - slack <= wanted <= sum(parts[: token + 1]) + slack
+    assert parts[token] > 0
+
+
+def test_compiled_sampling_takes_the_same_tokens() -> None:
+    """`decode.choose` of a CPU and the operations of PyTorch, which a GPU has, for the same points."""
+    random = torch.Generator().manual_seed(3)
+    logits = 4 * torch.randn(64, 100, generator=random)
+    points = torch.rand(64, generator=random, dtype=torch.float64)
+    chosen, _ = decode_step.choose(logits, 0.7, points)
+    assert torch.equal(chosen, inverse((logits / 0.7).double().softmax(-1), points[:, None]).squeeze(1))
