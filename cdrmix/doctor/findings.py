@@ -22,7 +22,7 @@ class Finding(NamedTuple):
 
 
 def configuration(folder: Path, device: str, *overrides: str) -> Config:
-    """A model of 86,000 parameters with attention, RWKV-7, Mamba-2, Routing-Mamba and experts, and text for it."""
+    """A model of 800,000 parameters with attention, RWKV-7, Mamba-2, Routing-Mamba and experts, and text for it."""
     texts = folder / "texts"
     if not texts.exists():
         texts.mkdir(parents=True)
@@ -37,7 +37,7 @@ def configuration(folder: Path, device: str, *overrides: str) -> Config:
                     "run": {"name": "doctor", "root": str(folder / "runs"), "device": device},
                     "model": {
                         "vocab_size": 300,
-                        "d_model": 64,
+                        "d_model": 128,
                         "layers": 4,
                         "mixer_layers": {"mamba2": [0], "attention": [1], "routing_mamba": [3]},
                         "attention": {"heads": 8, "kv_heads": 2},
