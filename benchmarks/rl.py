@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -37,7 +36,7 @@ from cdrmix.reason.agent.agent import Window, read_episodes
 from cdrmix.reason.episodes import Episodes, TokenSource
 from cdrmix.reason.rl.rollout import generate
 from cdrmix.runtime import be_deterministic
-from cdrmix.training.precision import AUTOCAST, attach_copies
+from cdrmix.training.precision import AUTOCAST, Autocast, attach_copies
 
 CPU = torch.device("cpu")
 PROMPTS, GROUP = 16, 8
@@ -187,14 +186,14 @@ def adapters(path: Path, overrides: tuple[str, ...], options: Options) -> Result
         "released": lora,
         "all": lora.model_copy(update=ALL_PROJECTIONS),
     }
-    models = {}
+    models, precision = {}, AUTOCAST[config.train.precision]
     for name, chosen in sets.items():
         torch.manual_seed(1)
         with device:  # a GPU fills large weights sooner
             models[name] = LanguageModel(
                 config.cdrmix_model, reasoning=reasoning.model_copy(update={"plastic_lora": chosen})
             )
-        attach_copies(models[name].parameters(), AUTOCAST[config.train.precision], 0)
+        attach_copies(models[name].parameters(), precision, 0)
     rows, chunks = config.train.micro_batch_rows, ADAPTED_CHUNKS
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, config.cdrmix_model.vocab_size, (rows, chunks * chunk), generator=generator).to(device)
@@ -203,12 +202,10 @@ def adapters(path: Path, overrides: tuple[str, ...], options: Options) -> Result
         torch.arange(0, rows * chunks * chunk + 1, step, dtype=torch.int32) for step in (chunk, chunks * chunk)
     )
     borders = starts.to(device), FastWeightOptions(episodes.to(device))
-    precision = AUTOCAST[config.train.precision]
     be_deterministic()
 
     def step(name: str, train: bool) -> int:
-        context = nullcontext() if precision is None else torch.autocast(device.type, precision)
-        with torch.set_grad_enabled(train), context:
+        with torch.set_grad_enabled(train), Autocast(models[name], device.type, precision).precision():
             hidden = models[name](ids, cu_seqlens=borders[0], fast_weights=borders[1]).hidden_BTD
         if train:
             hidden.float().square().mean().backward()

@@ -204,13 +204,10 @@ class Adapter(nn.Module):
         Its negative gradient in A is the delta rule's update of a token that finds this A.
         """
         tokens, chunks = k.shape[1], reads_A.shape[1]
-        if chunks > 1:  # a product for each chunk; tokens of zeros fill the first and the last one
-            missing = chunks * self.chunk - position - tokens
-            k = functional.pad(k, (0, 0, position, missing)).unflatten(1, (chunks, self.chunk))
-        else:
-            k = k.unsqueeze(1)
-        read = (k @ reads_A.mT).flatten(1, 2)
-        read = read[:, position : position + tokens] if chunks > 1 else read
+        # A product for each chunk; of several, tokens of zeros fill the first and the last one.
+        front, length = (position, self.chunk) if chunks > 1 else (0, tokens)
+        filled = functional.pad(k, (0, 0, front, chunks * length - front - tokens)).unflatten(1, (chunks, length))
+        read = (filled @ reads_A.mT).flatten(1, 2)[:, front : front + tokens]
         return (beta * (v - read).square().sum(-1)).mean() / 2
 
 

@@ -66,7 +66,7 @@ def compare(sizes: tuple[int, int, int, int], seed: int, decay: float, limit: fl
 @given(
     batch=st.integers(1, 3),
     chunks=st.integers(1, 5),
-    rank=st.sampled_from([1, 12, 16, 70]),  # 70: two programs share the maps, whose gradients are added
+    rank=st.sampled_from([1, 12, 16, 70]),  # 70: five programs share the maps, whose gradients are added
     width=st.sampled_from([1, 12, 33, 64]),
     decay=st.sampled_from([0.0, 0.9, 1.0]),
     limit=st.sampled_from([0.1, 3.0, 1e3]),
