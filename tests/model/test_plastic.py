@@ -298,3 +298,19 @@ def test_activation_checkpointing_changes_no_gradient(checkpointing: bool) -> No
     plain = make()
     plain.requires_grad_(True)(tokens).hidden_BTD.square().sum().backward()
     assert torch.equal(found, plain.blocks[1].plastic["key"].keys.grad)
+
+
+@pytest.mark.parametrize(("position", "tokens"), [(0, 3), (0, 13), (3, 2), (3, 9), (4, 1)])
+def test_the_correlation_reads_each_token_with_the_state_of_its_chunk(position: int, tokens: int) -> None:
+    """Token by token, for rows that begin and end inside of chunks of 5."""
+    torch.manual_seed(0)
+    lora = PlasticLora(rank=4, key_width=6, alpha=0.5, decay=0.9)
+    adapter, chunks = Adapter(8, 8, lora, 5), -(-(position + tokens) // 5)
+    k, v, beta = (torch.randn(2, tokens, *size, dtype=torch.float64) for size in ((6,), (4,), ()))
+    reads_A = torch.randn(2, chunks, 4, 6, dtype=torch.float64)
+    costs = [
+        beta[:, t] * (v[:, t] - (reads_A[:, (position + t) // 5] @ k[:, t, :, None])[..., 0]).square().sum(-1) / 2
+        for t in range(tokens)
+    ]
+    found = adapter._correlation(k, v, beta, reads_A, position)
+    assert found.item() == pytest.approx(torch.stack(costs).mean().item(), rel=1e-12)
