@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cdrmix.kernels.attention import reference as reference_attention
+from cdrmix.kernels.common.products import set_num_threads
 from cdrmix.ops.backend import backend, compute_dtype, platform_of
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts
 from cdrmix.ops.operator import operator
@@ -23,6 +25,9 @@ from cdrmix.ops.operator import operator
 OP = "attention"
 FLASH_WIDEST, FLASH_MULTIPLE = 256, 8  # head widths of FlashAttention-2 as PyTorch builds it
 FLASH_CAPABILITY = 8  # least compute capability, Ampere
+# On a CPU heads of this width have other bits on several threads than on one, for documents of 9, 11, ... 31 tokens; of
+# the widths 4 to 128 no other has, for 2 to 79 tokens (PyTorch 2.13, AMD EPYC). They are computed on one thread.
+UNEVEN_WIDTH = 8
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -58,6 +63,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = No
         return reference_attention.attention(q, k, v, cu_seqlens)
     if _flash_serves(q):
         return _flash(q, k, v, cu_seqlens)
+    if platform_of(q) == "cpu" and cu_seqlens is None and q.shape[3] == UNEVEN_WIDTH and q.shape[1] == k.shape[1]:
+        cu_seqlens = torch.arange(0, len(q) * q.shape[1] + 1, q.shape[1], dtype=torch.int32)
     if platform_of(q) == "cpu" and cu_seqlens is not None:
         return _documents(q, k, v, cu_seqlens)[0]
     return _scaled_dot_product(q, k, v, cu_seqlens)
@@ -181,7 +188,8 @@ def _documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Ten
     y, sums = torch.empty_like(q, memory_format=torch.contiguous_format), _empty_sums(q)
     for rows, tokens in _spans(cu_seqlens, q.shape[1]):
         inputs = (x[rows, tokens].transpose(1, 2) for x in (q, k, v))
-        part, sums_BHT = forward(*inputs, 0.0, True)
+        with _threads_of(q):
+            part, sums_BHT = forward(*inputs, 0.0, True)
         y[rows, tokens] = part.transpose(1, 2)
         sums[rows, :, tokens] = sums_BHT
     return y, sums
@@ -190,6 +198,20 @@ def _documents(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Ten
 @_documents.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), _empty_sums(q)
+
+
+@contextmanager
+def _threads_of(q: Tensor) -> Iterator[None]:
+    """Within it, one CPU thread for heads of UNEVEN_WIDTH."""
+    threads = torch.get_num_threads()
+    if q.shape[3] != UNEVEN_WIDTH or threads == 1:
+        yield
+        return
+    set_num_threads(1)
+    try:
+        yield
+    finally:
+        set_num_threads(threads)
 
 
 def _empty_sums(q: Tensor) -> Tensor:
@@ -206,7 +228,8 @@ def _documents_backward(
     gradients = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for rows, tokens in _spans(cu_seqlens, q.shape[1]):
         dpart, qpart, kpart, vpart, part = (x[rows, tokens].transpose(1, 2) for x in (dy, q, k, v, y))
-        found = backward(dpart, qpart, kpart, vpart, part, sums[rows, :, tokens], 0.0, True)
+        with _threads_of(q):
+            found = backward(dpart, qpart, kpart, vpart, part, sums[rows, :, tokens], 0.0, True)
         for gradient, each in zip(gradients, found, strict=True):
             gradient[rows, tokens] = each.transpose(1, 2)
     dq, dk, dv = gradients

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix import ops
 from cdrmix.kernels.attention import reference as reference_attention
+from cdrmix.kernels.common.products import set_num_threads
 
 NAMES = ("y", "dq", "dk", "dv")
 F32 = torch.finfo(torch.float32).eps
@@ -98,6 +99,26 @@ def test_the_reference_is_its_sentence() -> None:
         torch.testing.assert_close(found[b, t, head], expected, rtol=1e-13, atol=1e-14)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     assert torch.autograd.gradcheck(lambda *x: ops.attention(*x, cu_seqlens=cu_seqlens), leaves)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("width", [4, 8, 12, 16, 32])
+def test_bits_do_not_depend_on_the_number_of_threads(width: int, packed: bool) -> None:
+    before, random = torch.get_num_threads(), torch.Generator().manual_seed(0)
+    try:
+        for tokens in (*range(9, 33, 2), 16, 40):
+            leaves = [torch.randn(2, tokens, 4, width, generator=random).requires_grad_() for _ in range(3)]
+            dy = torch.randn(2, tokens, 4, width, generator=random)
+            starts = torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if packed else None
+            found = []
+            for threads in (1, 2):
+                set_num_threads(threads)
+                y = ops.attention(*leaves, cu_seqlens=starts)
+                found.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+                assert torch.get_num_threads() == threads
+            assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), tokens
+    finally:
+        set_num_threads(before)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
