@@ -81,6 +81,7 @@ plan ce_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite ce'
 plan plastic_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite plastic'
 plan plastic/narrow_training 150
 plan plastic/wide_training 150
+plan reason_tests 200 "$tests tests/reason"
 plan rl/adapters 120
 plan scan_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite scan'
 plan scan/h32_k16_training 150
