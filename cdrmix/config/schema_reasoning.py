@@ -267,11 +267,17 @@ class OperationsImitation(Phase):
     key_temperature: PositiveFloat = 0.03
     """Temperature of the cosines in the loss of the keys. At 0.1 they are learned half as fast."""
     summarised: Fraction = 0.4
-    """Share of the chunks without facts that are summarised, in summarised_batches of the batches."""
+    """Share of the chunks that are summarised, in summarised_batches of the batches. With an index, of the chunks
+    without facts."""
     summarised_batches: Fraction = 0.25
     """Share of the batches in which chunks are summarised."""
     waste: Fraction = 0.0
     """Share of the chunks without facts that are written to the index all the same. For ablations."""
+    window_passes: Literal["together", "separate"] = "together"
+    """How the windows of a micro-batch get their gradients. together: by one backward pass, for which all of them keep
+    their activations. separate: they are read once without gradients, and then every pass over windows of one shape has
+    a backward pass of its own. That needs the memory of one pass and takes a third longer; with ZeRO-3 the gradients of
+    all weights are never whole in one process."""
 
 
 class Operations(Phase):

@@ -86,22 +86,23 @@ def foreign_size(config: Config) -> ForeignModelSize:
     return _sizes[key]
 
 
-def foreign_trace(config: Config, platform: Platform, *, gradients_stay: bool) -> ForeignTrace:
+def foreign_trace(config: Config, platform: Platform, *, gradients_stay: bool, stage: int = 0) -> ForeignTrace:
     """The memory of a micro-batch of a model of transformers, traced with fake tensors through the real model.
 
     gradients_stay: gradients are kept between micro-batches or partitioned, and their memory is counted elsewhere.
+    stage: of ZeRO.
     If an operator does not work with fake tensors, the activations are estimated: see `_estimated`.
     """
     train = config.train
     inputs = (config.model, config.data.row_length, train.micro_batch_rows, train.precision, train.weights)
-    key = f"{inputs} {train.activation_checkpointing} {platform} {gradients_stay}"
+    key = f"{inputs} {train.activation_checkpointing} {platform} {gradients_stay} {stage}"
     if key not in _traces:
         size = foreign_size(config)  # outside of `try`: its errors are the user's
         torch_log = logging.getLogger("torch._subclasses.fake_tensor")
         level = torch_log.level
         torch_log.setLevel(logging.CRITICAL)  # it prints a traceback of what is caught here
         try:
-            _traces[key] = ForeignTrace(_traced(config, platform, gradients_stay))
+            _traces[key] = ForeignTrace(_traced(config, platform, gradients_stay, stage))
         except RuntimeError as error:
             # An operator that depends on values raises subclasses of it, and NotImplementedError is one. RuntimeError
             # itself is of operators that fake tensors do not support: grouped_mm of experts with float32 weights, and
@@ -234,7 +235,7 @@ class _InPlace(LiveBytes):
         return tensor.dtype == torch.float32 and (size, "cdrmix.linear_cross_entropy") in self.made.values()
 
 
-def _traced(config: Config, platform: Platform, gradients_stay: bool) -> MicroBatch:
+def _traced(config: Config, platform: Platform, gradients_stay: bool, stage: int) -> MicroBatch:
     """Passes a micro-batch forward and backward. Documents of a row are packed by positions, the head is linear."""
     train = config.train
     rows, length = train.micro_batch_rows, config.data.row_length
@@ -258,7 +259,7 @@ def _traced(config: Config, platform: Platform, gradients_stay: bool) -> MicroBa
         documents = torch.zeros(rows * max(1, length // DOCUMENT_TOKENS) + 1, dtype=torch.int32)
         live.leave_out([*parameters, *loss_model.buffers(), ids, weights, documents])
         with live:
-            losses = Autocast(loss_model, "cpu", dtype)(ids, ids, weights, documents, float(rows * length))
+            losses = Autocast(loss_model, "cpu", dtype, stage=stage)(ids, ids, weights, documents, float(rows * length))
             saved = live.by_operator()
             losses.total.backward()
     return MicroBatch(saved, 0, max(live.levels))

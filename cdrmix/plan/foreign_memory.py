@@ -33,7 +33,8 @@ def foreign_memory_of(config: Config, platform: Platform, processes: int) -> Mem
     stage, size = zero_stage(train, processes), foreign_size(config)
     itemsize = 2 if train.weights == "bf16" else FP32
     shared = -(-size.trained // processes)  # the part of a process of the state that ZeRO partitions
-    step, untraced = foreign_trace(config, platform, gradients_stay=stage >= 2 or micro_batches(train, processes) > 1)
+    gradients_stay = stage >= 2 or micro_batches(train, processes) > 1
+    step, untraced = foreign_trace(config, platform, gradients_stay=gradients_stay, stage=stage)
     weights = Component(
         "weights", size.weight_bytes // (processes if stage == 3 else 1), _dtypes(config, stage, processes)
     )

@@ -262,6 +262,9 @@ def updates_of(config: Config, name: str, processes: int) -> Iterator[Work]:
             most = share * (1 if each == "operations_imitation" else reasoning.rl.group_size)
             rows = min(rows, most)
             passes = _windows(reasoning, rows)
+            if each == "operations_imitation" and section.window_passes == "separate":
+                yield from _separate(passes, key, rows)
+                continue
             count = sum(rows for rows, _ in passes.passes)
             yield Work(passes, key, rows, f"{count} windows of at most {passes.passes[-1][1]} tokens")
 
@@ -276,6 +279,12 @@ def _windows(reasoning: Reasoning, episodes: int) -> Windows:
     passes.append((episodes * (spliced + 1), -(-spliced * reasoning.chunk // 2) + asked))
     passes.append((episodes, spliced * reasoning.chunk + asked + source.answer - 1))
     return Windows(tuple(passes))
+
+
+def _separate(windows: Windows, key: str, episodes: int) -> Iterator[Work]:
+    """The passes of windows one by one: those of the chunks, and those of the answers, the longest."""
+    for rows, length in (windows.passes[0], windows.passes[-1]):
+        yield Work(Windows(((rows, length),)), key, episodes, f"{rows} windows of {length} tokens")
 
 
 def rollouts_of(config: Config, name: str, processes: int) -> Iterator[Work]:
@@ -296,6 +305,10 @@ def rollouts_of(config: Config, name: str, processes: int) -> Iterator[Work]:
                 asked, answer = begin + reasoning.memory.tokens + 2, widths_of(reasoning.agent, reasoning.chunk).answer
                 what = f"{rows} rows of {asked + answer} tokens with the right answer"
                 yield Work(Sequences(rows, asked, answer, None), key, rows, what)
+        elif each == "operations_imitation" and phases.operations_imitation.window_passes == "separate":
+            # What the update reads again was read before, without gradients.
+            rows = min(phases.operations_imitation.micro_batch, _share(phases.operations_imitation.episodes, processes))
+            yield from _separate(_windows(reasoning, rows), f"reasoning.phases.{each}.micro_batch", rows)
         elif each == "acceptance":
             episodes, controller = reasoning.acceptance or reasoning.plasticity, reasoning.controller
             source = widths_of(episodes, reasoning.chunk)

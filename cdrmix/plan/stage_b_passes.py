@@ -317,7 +317,7 @@ def _traced(
         model.train(trains is not None)
         try:
             with live, torch.set_grad_enabled(trains is not None):
-                loss = Autocast(model, "cpu", dtype)(passes)
+                loss = Autocast(model, "cpu", dtype, stage=stage)(passes)
                 copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
                 saved, forward = sum(live.by_operator().values()), len(live.levels)
                 if trains is not None:

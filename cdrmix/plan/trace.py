@@ -271,7 +271,7 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
         depths = None if section is None else Depths(section.depth_weights, 0)
         with live:
             arguments = ids, targets, weights, documents, float(rows * length), 1.0, depths
-            losses = Autocast(model, "cpu", dtype)(*arguments)
+            losses = Autocast(model, "cpu", dtype, stage=traced.zero_stage)(*arguments)
             copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
             saved = live.by_operator()
             forward = len(live.levels)

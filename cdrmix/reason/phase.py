@@ -146,8 +146,7 @@ class PhaseObjective:
             engine.gathering.forget_trace()
             with self._lockstep(model.language_model) as further:
                 outcome = micro_batch(model)
-            heads = [each for name, each in model.named_parameters() if not name.startswith("language_model.")]
-            unused = [*further, *(each for each in heads if each.requires_grad)]
+            unused = [*further, *(each for each in outside_blocks(model) if each.requires_grad)]
             return outcome._replace(total=outcome.total + sum(0.0 * each.float().sum() for each in unused))
 
         return loss

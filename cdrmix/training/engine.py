@@ -105,7 +105,7 @@ class Engine:
         for buffer in loss_model.buffers():  # under ZeRO-3 DeepSpeed moves no module to the device
             if not buffer.is_meta:
                 buffer.data = buffer.data.to(world.device)
-        self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision])
+        self.module = Autocast(loss_model, world.device.type, AUTOCAST[config.train.precision], stage=self.stage)
         self.any_threads = any_threads(config, world.device)  # no bit depends on the number of CPU threads
         self.optimizer = make_optimizer(parameter_groups(loss_model, config.train), config.train)
         narrow = config.train.weights == "bf16"

@@ -17,7 +17,8 @@ from cdrmix.reason.heads import NOOP, OPERATIONS, RETRIEVE, SPLICE, SUMMARIZE, W
 from cdrmix.reason.memory.episodic_index import EpisodicIndex
 from cdrmix.reason.memory.kept_episodes import EpisodesInMemory
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.operations.phase import OperationsImitationPhase, OperationsPhase, answers_of, memory_of, rewards_of
+from cdrmix.reason.operations.imitation import OperationsImitationPhase
+from cdrmix.reason.operations.phase import OperationsPhase, answers_of, memory_of, rewards_of
 from cdrmix.reason.operations.rollout import Reader, Row
 from cdrmix.reason.operations.windows import Window, Windows
 from cdrmix.reason.phase import train_alone
@@ -260,6 +261,45 @@ def test_both_phases_run_and_are_the_same_again(training: Callable[[Config, int,
             assert all(np.isfinite(value) for value in record.values())
         outcomes.append(model.state_dict())
     assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
+
+
+def gradients(config: Config, *, factor: float) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
+    """The gradients of a step of imitation, divided by a factor of all losses; its measures; its backward passes."""
+    model, phase = model_of(config), OperationsImitationPhase(config, reader_of(config).source)
+    with torch.no_grad():
+        for parameter in model.parameters():  # from matrices of zeros no gradient goes further
+            parameter += 0.1 * torch.randn(parameter.shape)
+        losses = phase.losses(model, 0, 0, 1)
+    sums = torch.zeros(len(phase.measures))
+    for loss in losses:
+        outcome = model(loss)
+        (factor * outcome.total).backward()
+        sums += outcome.sums
+    trained = {name: each for name, each in model.named_parameters() if phase.trains(name)}
+    found = {name: each.grad / factor for name, each in trained.items() if each.grad is not None}
+    return found, sums, len(losses)
+
+
+@pytest.mark.parametrize("summarised", [0.0, 1.0])
+def test_windows_read_in_separate_passes_give_the_gradients_of_one_loss(summarised: float) -> None:
+    """Also where one window has the summaries of another in front, and whatever the loss is multiplied by."""
+    keys = ["reasoning.phases.operations_imitation.micro_batch=2", "reasoning.memory.summary_stride=5"]
+    keys += [
+        f"reasoning.phases.operations_imitation.{name}={summarised}" for name in ("summarised", "summarised_batches")
+    ]
+    together, expected, losses = gradients(config_of(*keys), factor=1.0)
+    assert losses == 2
+    assert bool(together.get("summary.up.weight", torch.zeros(1)).any()) == bool(summarised)
+    keys.append("reasoning.phases.operations_imitation.window_passes=separate")
+    for factor in (1.0, 1024.0):
+        separate, sums, passes = gradients(config_of(*keys), factor=factor)
+        assert passes > 4 * losses
+        assert torch.allclose(sums, expected, rtol=1e-5)
+        assert separate.keys() == together.keys()
+        for name, gradient in together.items():
+            # Both add the same float32 terms, some 2,000 tokens, in another order: sqrt(2,000) roundings of 2^-24.
+            error = (separate[name] - gradient).norm()
+            assert error <= 2.7e-6 * gradient.norm() + 1e-9, name
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One process that makes a model under ZeRO-3, told by a JSON argument: what is in it, and the weights' bits."""
+"""One process that makes a model under ZeRO-3, told by a JSON argument: what is in it, its bits, and casts of it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,36 @@ from typing import Any
 import torch
 
 from cdrmix.config.schema import Config
+from cdrmix.plan.trace import LiveBytes
 from cdrmix.runtime import seed_everything
 from cdrmix.training import deepspeed_config
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.distributed import join
-from cdrmix.training.engine import make_engine
+from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.launch import exit_worker
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
 deepspeed_config.PERSISTENCE_THRESHOLD = 0
 
 
+def casts_at_the_end(engine: Engine, config: Config) -> int:
+    """Bytes of the 16-bit copies of weights that are there when the last block of a forward pass has ended."""
+    live, found = LiveBytes("cpu"), []
+    blocks = engine.module.loss_model.language_model.blocks
+    ended = blocks[-1].register_forward_hook(lambda *_: found.append(live.by_operator().get("aten._to_copy", 0)))
+    rows, length = config.train.micro_batch_rows, config.data.row_length
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    borders = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+    with live:
+        losses = engine.evaluate(ids, ids, torch.ones(rows, length), borders, float(rows * length), 1.0, last=True)
+    ended.remove()
+    engine.backward(losses.total)
+    return found[0]
+
+
 def main(order: dict[str, Any]) -> int:
-    """Writes to `where`: elements that a process holds of all, and the weights that differ from a whole model's."""
+    """Writes to `where`: elements that a process holds of all, the weights that differ from a whole model's, and bytes
+    of casts."""
     config = Config.from_yaml(order["config"], [*order["overrides"], "train.zero_stage=3"])
     whole = Config.from_yaml(order["config"], [*order["overrides"], "train.zero_stage=0", "train.expert_parallel=1"])
     world = join(config)
@@ -41,6 +58,8 @@ def main(order: dict[str, Any]) -> int:
         "share": sum(shares) / sum(tensor.numel() for tensor in expected.values()),
         "written": [sum(tensor.numel() for tensor in each.values()) for each in world.gather(part)],
         "wrong": wrong + sorted(found.keys() ^ expected.keys()),
+        "casts": casts_at_the_end(engine, config),
+        "largest": 2 * max(tensor.numel() for tensor in expected.values()),
     }
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(facts))

@@ -1,7 +1,6 @@
-"""Phase B3 for operations on memories: imitation of an expert, then group-relative policy optimisation.
+"""Phase B3 for operations on memories: group-relative policy optimisation, after the imitation of an expert.
 
-Imitation trains three things: the operation in each window; keys and queries, so that among all chunks of an episode
-the chunk with the missing fact has the nearest key; and the answer from the last window. The policy phase rewards
+It rewards
 
     task [all right] - latency sum(cost) / step_budget + stability [something right] held / captured
 
@@ -18,16 +17,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.reason.agent.policy import objective_of
 from cdrmix.reason.episodes import Episodes, EpisodeSource
-from cdrmix.reason.heads import OPERATIONS, RETRIEVE
+from cdrmix.reason.heads import OPERATIONS
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.operations.rollout import Decisions, Reader, Rollouts
-from cdrmix.reason.operations.windows import Read, Windows
+from cdrmix.reason.operations.rollout import Reader, Rollouts
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import Totals, entropy, group_advantages, policy_loss
 from cdrmix.training.distributed import reduce_over_processes
@@ -55,7 +52,7 @@ def answers_of(model: StageBModel, rollouts: Rollouts, answer_BA: Tensor) -> Ten
         last_WD = read.last_WD[different]
         for position in range(answer_BA.shape[1]):
             if position:
-                last_WD = _hidden_after(model, rollouts.windows, different.tolist(), tokens_WA, read)[:, -1]
+                last_WD = rollouts.windows.hidden_after(model, different.tolist(), tokens_WA, read)[:, -1]
             best_W = model.language_model.logits(last_WD).argmax(-1).cpu()
             tokens_WA = torch.cat([tokens_WA, best_W[:, None]], 1)
     return tokens_WA[back_R]
@@ -86,119 +83,6 @@ def memory_of(rollouts: Rollouts, episodes: Episodes) -> tuple[Tensor, Tensor]:
         captured.append(len(ids))
         held.append(sum(row.memory is not None and id in row.memory for id in ids))
     return torch.tensor(captured, dtype=torch.float64), torch.tensor(held, dtype=torch.float64)
-
-
-class OperationsImitationPhase:
-    """Imitates an expert's operations, keys and answers. `train: all` also trains the language model; without that the
-    keys of different variables do not become different. `train: own` trains the heads and the summariser alone."""
-
-    name = "operations_imitation"
-    rolls_out = False
-    passes_vary = True
-    measures: tuple[str, ...] = (*("loss", "decisions", "agreed", "searches", "found", "answers", "right", "episodes"),)
-
-    def __init__(self, config: Config, source: EpisodeSource) -> None:
-        assert config.reasoning is not None
-        self.settings, self.chunks = config.reasoning.phases.operations_imitation, config.reasoning.operations.chunks
-        self.source, self.seed = source, config.run.seed
-        self.reader = Reader(config.reasoning, source)
-
-    def trains(self, parameter: str) -> bool:
-        """The operations' heads and the summariser; with `train: all` also the language model without its adapters."""
-        return _trains(parameter, self.settings.train)
-
-    def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
-        """Makes this process's demonstrations."""
-        episodes, micro = self.settings.episodes, self.settings.micro_batch
-        numbers = range(step * episodes, (step + 1) * episodes)[rank::processes]
-        generator = generator_of(self.seed, self.name, step, rank)
-        losses = []
-        for first in range(0, len(numbers), micro):
-            made = self.source.batch(numbers[first : first + micro], self.chunks)
-            losses.append(self._loss(made, self.reader.demonstrate(made, self.settings.waste, generator)))
-        return losses
-
-    def _loss(self, episodes: Episodes, shown: Rollouts) -> Loss:
-        decisions, windows = shown.decisions, shown.windows
-        searches = decisions.taken_K == RETRIEVE
-        reading_BN, wanted_S, in_window_SN = self._search_targets(episodes, shown, searches)
-
-        def loss(model: StageBModel) -> Outcome:
-            assert model.operations is not None
-            read = windows.read(model)
-            device = read.last_WD.device
-            features = _features(read, decisions)
-            log_probs = model.operations.log_probs(features, decisions.allowed_KO.to(device))
-            taken = decisions.taken_K.to(device)
-            policy = functional.nll_loss(log_probs, taken)
-            cosines = torch.einsum(
-                "sd,snd->sn",
-                read.queries_WS[decisions.window_K[searches].to(device)],
-                read.keys_WS[reading_BN[decisions.row_K[searches]].to(device)],
-            )
-            # a chunk that is in the window already is no target
-            cosines, wanted = cosines.masked_fill(in_window_SN.to(device), -1.0), wanted_S.to(device)
-            keys = (
-                functional.cross_entropy(cosines / self.settings.key_temperature, wanted) if len(wanted) else policy * 0
-            )
-            answers = episodes.answer_BA.to(device)
-            hidden = _hidden_after(model, windows, shown.final_R.tolist(), episodes.answer_BA[:, :-1], read)
-            logits = model.language_model.logits(hidden[:, -answers.shape[1] :])
-            targets = answers.masked_fill(answers == self.source.pad, -100)
-            answer = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            share = len(answers) / self.settings.episodes
-            total = share * (policy + keys + answer)
-            counts = targets != -100
-            sums = [
-                total.detach() * self.settings.episodes,
-                torch.tensor(len(taken)),
-                (log_probs.argmax(1) == taken).sum(),
-                torch.tensor(len(wanted)),
-                (cosines.argmax(1) == wanted).sum(),
-                counts.sum(),
-                ((logits.argmax(-1) == targets) & counts).sum(),
-                torch.tensor(len(answers)),
-            ]
-            return Outcome(total, torch.stack([value.to(device).float() for value in sums]))
-
-        return loss
-
-    def _search_targets(self, episodes: Episodes, shown: Rollouts, searches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The windows [B, N] in which the chunks are read; the chunk [S] that each search should find; and which chunks
-        are in its window, bool [S, N]."""
-        decisions, chunks = shown.decisions, episodes.chunks_BNC.shape[1]
-        reading = torch.zeros(len(shown.rows), chunks, dtype=torch.long)
-        seen, turns = [0] * len(shown.rows), [0] * len(shown.rows)
-        wanted, in_window = [], []
-        for row, window, searched in zip(
-            decisions.row_K.tolist(), decisions.window_K.tolist(), searches.tolist(), strict=True
-        ):
-            if seen[row] < chunks:  # the expert decides once in a chunk
-                reading[row, seen[row]] = window
-                seen[row] += 1
-            elif searched:
-                path = [hit.id for hit in reversed(shown.rows[row].spliced)]  # the latest one is in front
-                wanted.append(path[turns[row]])
-                in_window.append([chunk in path[: turns[row]] for chunk in range(chunks)])
-                turns[row] += 1
-        in_window_SN = torch.tensor(in_window, dtype=torch.bool).view(len(wanted), chunks)
-        return reading, torch.tensor(wanted, dtype=torch.long), in_window_SN
-
-    def record(self, sums: dict[str, float]) -> dict[str, float]:
-        """Mean loss; the shares of the expert's decisions, its searches and the answers' tokens that the model gets
-        right."""
-        return {
-            "loss": sums["loss"] / max(sums["episodes"], 1),
-            "agreed": sums["agreed"] / max(sums["decisions"], 1),
-            "found": sums["found"] / max(sums["searches"], 1),
-            "accuracy": sums["right"] / max(sums["answers"], 1),
-        }
-
-
-@PHASES("operations_imitation")
-def make_operations_imitation(config: Config, sources: Sources) -> OperationsImitationPhase:
-    """The phase of a configuration."""
-    return OperationsImitationPhase(config, sources(reasoning_of(config).operations))
 
 
 class OperationsPhase:
@@ -241,7 +125,7 @@ class OperationsPhase:
 
     def trains(self, parameter: str) -> bool:
         """The operations' heads; with `train: all` also the summariser and the language model without its adapters."""
-        return parameter.startswith("operations.") if self.settings.train == "own" else _trains(parameter, "all")
+        return parameter.startswith("operations.") if self.settings.train == "own" else trains(parameter, "all")
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
         """Rolls out this process's questions."""
@@ -297,7 +181,7 @@ class OperationsPhase:
             read = rollouts.read if self.settings.train == "own" else rollouts.windows.read(model)
             assert read is not None
             device = read.last_WD.device
-            features = _features(read, decisions)
+            features = decisions.features(read)
             log_probs_KO = heads.log_probs(features, decisions.allowed_KO.to(device), self.rl.temperature)
             taken_K = log_probs_KO.gather(1, decisions.taken_K.to(device)[:, None]).squeeze(1)
 
@@ -374,39 +258,11 @@ def evaluate(model: StageBModel, reader: Reader, numbers: Sequence[int], chunks:
     }
 
 
-def _trains(parameter: str, train: str) -> bool:
+def trains(parameter: str, train: str) -> bool:
+    """Whether a phase of the operations with this value of `train` changes a parameter, other than the value head."""
     if train == "all" and parameter.startswith("language_model."):
         return ".plastic." not in parameter
     return parameter.startswith(("operations.", "summary."))
-
-
-def _features(read: Read, decisions: Decisions) -> Tensor:
-    """The input of the heads at every decision, [K, D + FACTS]."""
-    windows = decisions.window_K.to(read.last_WD.device)
-    return torch.cat([read.last_WD[windows], decisions.facts_KF.to(read.last_WD)], 1)
-
-
-def _hidden_after(model: StageBModel, windows: Windows, chosen: Sequence[int], tokens_WA: Tensor, read: Read) -> Tensor:
-    """Hidden states [W, A + 1, D] of the chosen windows' last token and of the tokens after it."""
-    assert model.summary is not None
-    device = read.last_WD.device
-    if not tokens_WA.shape[1]:
-        return read.last_WD[torch.tensor(chosen, device=device)][:, None]
-    shapes: dict[tuple[int, int], list[int]] = {}
-    for index, number in enumerate(chosen):
-        window = windows.all[number]
-        summaries = read.ranges[window.memory][1] if window.memory >= 0 else 0
-        shapes.setdefault((len(window.tokens), summaries), []).append(index)
-    parts, order = [], []
-    for (length, summaries), indices in shapes.items():
-        ids = torch.tensor([windows.all[chosen[index]].tokens for index in indices])
-        ids = torch.cat([ids, tokens_WA[indices]], 1).to(device)
-        prefix = None
-        if summaries:
-            prefix = model.summary.prefix(read.summaries_of([windows.all[chosen[index]].memory for index in indices]))
-        parts.append(model.language_model(ids, prefix_BPD=prefix).hidden_BTD[:, length - 1 :])
-        order += indices
-    return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
 
 
 def _positions(row_K: Tensor, rows: int) -> tuple[Tensor, int]:

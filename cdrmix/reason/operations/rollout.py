@@ -105,6 +105,11 @@ class Decisions(NamedTuple):
     taken_K: Tensor
     log_probs_K: Tensor
 
+    def features(self, read: Read) -> Tensor:
+        """The input of the heads at every decision, [K, D + FACTS]."""
+        windows = self.window_K.to(read.last_WD.device)
+        return torch.cat([read.last_WD[windows], self.facts_KF.to(read.last_WD)], 1)
+
 
 class Rollouts(NamedTuple):
     """A batch of rollouts. read: its windows' hidden states, without gradient; None for demonstrations."""
@@ -258,7 +263,8 @@ class Reader:
         The expert writes the chunks with facts, and retrieves the needed ones from the last to the first. waste: the
         share of the other chunks that it also writes. In some batches it summarises a share of the other chunks instead
         (phases.operations_imitation), so that summaries occur in training; in every batch this would need many more
-        passes. Without episodic memory, or if an operation is not allowed, the expert takes noop.
+        passes. Without episodic memory it summarises a share of all chunks. It takes noop where an operation is not
+        allowed.
         """
         count, chunks = episodes.chunks_BNC.shape[:2]
         tells_BN = torch.zeros(count, chunks, dtype=torch.bool).scatter_(1, episodes.fact_chunk_BF, True)
@@ -273,8 +279,8 @@ class Reader:
 
         def operation_of(row: Row) -> int:
             if row.chunk < chunks:
-                if tells_BN[row.episode, row.chunk]:
-                    return WRITE if self.memory.episodic else NOOP
+                if tells_BN[row.episode, row.chunk] and self.memory.episodic:
+                    return WRITE
                 if summarised_BN[row.episode, row.chunk]:
                     return SUMMARIZE
                 return WRITE if self.memory.episodic and points_BN[row.episode, row.chunk] < waste else NOOP
