@@ -126,6 +126,32 @@ def test_rollouts_need_a_copy_a_reference_or_gathered_layers() -> None:
     assert "copy" not in sharded
 
 
+def test_zero_3_keeps_no_casts_of_the_weights_of_other_blocks() -> None:
+    """With activation checkpointing the passes of a block need as much in a model of twice as many blocks."""
+    keys = ["train.zero_stage=3", "train.activation_checkpointing=true", "data.row_length=64", "model.vocab_size=1024"]
+    keys += ["model.feed_forward.hidden=64", "model.attention_fraction=0.0"]
+    working = [
+        part.bytes
+        for layers in (8, 16)
+        for part in memory_of(config_of("cdrmix-core-1b", *keys, f"model.layers={layers}"), "cuda", 8).components
+        if part.name == "working"
+    ]
+    assert working[1] == pytest.approx(working[0], rel=0.02)
+
+
+def test_separate_passes_need_the_memory_of_the_largest_pass() -> None:
+    """Together, the gradients of all weights are whole under ZeRO-3, and all windows keep their activations."""
+    keys = ["train.zero_stage=3", "reasoning.phases.operations_imitation={steps: 1, episodes: 32, train: all}"]
+    needed = []
+    for passes in ("together", "separate"):
+        override = f"reasoning.phases.operations_imitation.window_passes={passes}"
+        config = config_of("cdrmix-reason-tiny", *IDS, *keys, override)
+        (phase,) = phases_of(config, "cuda", 4, ["operations_imitation"])
+        assert phase.moment == "update"
+        needed.append(sum(part.bytes for part in phase.memory.components if part.name in ("activations", "working")))
+    assert needed[1] < needed[0] - 4 * count_parameters(config.cdrmix_model).total_stored
+
+
 def test_the_update_of_the_policy_has_the_turns_of_its_own_chunks() -> None:
     """One question of 2 rollouts: with 6 chunks of the phase there are 12 turns, and not the 6 of the agent's 3."""
     keys = ["reasoning.phases.policy.episodes=1", "reasoning.rl.group_size=2", "train.precision=fp32"]
