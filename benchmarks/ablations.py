@@ -39,6 +39,8 @@ SHOWN: dict[str, Sequence[str]] = {
     "token-memory-harder": ("accuracy", "capture", "retention"),
     "token-memory-credit": ("accuracy",),
     "operations-index": ("accuracy", "imitated_accuracy", "operations", "imitated_operations"),
+    "operations-eviction": ("accuracy", "imitated_accuracy", "retention", "imitated_retention"),
+    "operations-summaries": ("accuracy",),
     "babilong-memory": ("exact", "window"),
     "babilong-carried": ("exact",),
     "removal-parity": ("last8",),

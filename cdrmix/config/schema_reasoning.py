@@ -266,7 +266,7 @@ class OperationsImitation(Phase):
 
     key_temperature: PositiveFloat = 0.03
     """Temperature of the cosines in the loss of the keys. At 0.1 they are learned half as fast."""
-    summarised: Fraction = 0.4
+    summarised: Fraction = 0.0
     """Share of the chunks that are summarised, in summarised_batches of the batches. With an index, of the chunks
     without facts."""
     summarised_batches: Fraction = 0.25

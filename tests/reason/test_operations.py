@@ -204,6 +204,21 @@ def test_an_expert_writes_what_is_told_and_finds_it_in_the_order_of_the_chain() 
     assert all(row.counts[WRITE] + row.counts[SUMMARIZE] == 8 for row in wasteful.rows)
 
 
+def test_without_an_index_an_expert_can_summarise_every_chunk() -> None:
+    """So facts are handed on; with one it writes the chunks that tell something."""
+    summaries = [f"reasoning.phases.operations_imitation.{name}=1.0" for name in ("summarised", "summarised_batches")]
+    for episodic in ("true", "false"):
+        config = config_of(*summaries, f"reasoning.memory.episodic={episodic}")
+        reader = reader_of(config)
+        made = reader.source.batch(range(4), 4)
+        shown = reader.demonstrate(made, 0.0, torch.Generator().manual_seed(1))
+        for row in shown.rows:
+            told = set(made.fact_chunk_BF[row.episode].tolist())
+            summarised = 4 if episodic == "false" else 4 - len(told)
+            assert row.counts[SUMMARIZE] == summarised
+            assert row.counts[WRITE] == 4 - summarised
+
+
 def test_rollouts_are_the_same_again_and_greedy_ones_need_no_generator() -> None:
     config = config_of()
     reader, model = reader_of(config), model_of(config)

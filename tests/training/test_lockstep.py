@@ -40,7 +40,8 @@ REASONING: dict[str, Any] = {
         "acceptance": PHASE,
         "imitation": PHASE | {"train": "all"},
         "policy": PHASE | {"train": "all", "replay": ["plasticity"]},
-        "operations_imitation": PHASE | {"train": "all", "replay": ["text"], "summarised_batches": 1.0},
+        "operations_imitation": PHASE
+        | {"train": "all", "replay": ["text"], "summarised": 0.4, "summarised_batches": 1.0},
         "operations": PHASE | {"train": "all"},
         "joint": PHASE,
     },
