@@ -276,8 +276,8 @@ class OperationsImitation(Phase):
     window_passes: Literal["together", "separate"] = "together"
     """How the windows of a micro-batch get their gradients. together: by one backward pass, for which all of them keep
     their activations. separate: they are read once without gradients, and then every pass over windows of one shape has
-    a backward pass of its own. That needs the memory of one pass and takes a third longer; with ZeRO-3 the gradients of
-    all weights are never whole in one process."""
+    a backward pass of its own. That needs the memory of one pass, one more forward pass, and under ZeRO-3 a reduction
+    of all gradients for each pass, where the gradients of all weights are never whole in one process."""
 
 
 class Operations(Phase):

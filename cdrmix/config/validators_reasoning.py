@@ -45,7 +45,21 @@ def _growth(growth_steps: int, steps: int, chunks: int | None, fewest: int) -> s
     return None
 
 
+def _same_again(passes: str, jitter: float, drop: bool) -> str | None:
+    if passes == "separate" and (jitter or drop):
+        why = "model.feed_forward.drop" if drop else f"model.feed_forward.router_jitter={jitter}"
+        return f"together with {why}, by which a repeated pass differs"
+    return None
+
+
 RULES = (
+    Rule(
+        (
+            "reasoning.phases.operations_imitation.window_passes",
+            *("model.feed_forward.router_jitter", "model.feed_forward.drop"),
+        ),
+        _same_again,
+    ),
     Rule(("reasoning.controller.write_strengths", "reasoning.controller.max_branches"), _write_strengths),
     Rule(("reasoning.acceptance.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps"), _within_budget),
     Rule(

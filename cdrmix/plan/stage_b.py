@@ -19,7 +19,7 @@ from cdrmix.ops.backend import Platform
 from cdrmix.plan.components import BYTES_16_BIT, FP32, Component, MemoryPlan, lasting_state, memory_plan
 from cdrmix.plan.memory import buffers, largest_module
 from cdrmix.plan.optimizer import optimizer_size
-from cdrmix.plan.parameters import is_expert
+from cdrmix.plan.parameters import count_parameters, is_expert
 from cdrmix.plan.stage_b_passes import Chunks, Decoding, Passes, Reading, Sequences, Text, Windows, trace_passes
 from cdrmix.plan.trace import MicroBatch
 from cdrmix.reason.agent.policy import objective_of
@@ -141,6 +141,9 @@ def _phase(config: Config, name: str, platform: Platform, processes: int) -> Pha
         if stage == 3 and not copied:
             live = FP32 * (sizes.outside + largest_module(config))
             moments["rollouts"].append(Component("gathered", live, "tables, norms and heads, and the largest module"))
+        if copied and train.precision != "fp32":
+            casts = BYTES_16_BIT * (sizes.total - count_parameters(config.cdrmix_model).stored["experts"])
+            moments["rollouts"].append(Component("casts", casts, "of the copy's weights outside of the experts"))
         moments["rollouts"].append(Component("rollouts", rolled[work].peak, f"states and passes of {work.what}"))
     host = offloaded + FP32 * max(sizes.total, sizes.here)
     plans = {moment: memory_plan(parts, peaks[moment], platform, processes, host) for moment, parts in moments.items()}
@@ -278,13 +281,17 @@ def _windows(reasoning: Reasoning, episodes: int) -> Windows:
     # Windows with 0, 1, ... spliced chunks as rows of their mean length: what is kept grows with the tokens alone.
     passes.append((episodes * (spliced + 1), -(-spliced * reasoning.chunk // 2) + asked))
     passes.append((episodes, spliced * reasoning.chunk + asked + source.answer - 1))
-    return Windows(tuple(passes))
+    imitation = reasoning.phases.operations_imitation
+    summarises = imitation.summarised and imitation.summarised_batches
+    summaries = -(-reasoning.chunk // reasoning.memory.summary_stride) if summarises else 0
+    return Windows(tuple(passes), summaries, source.answer)
 
 
 def _separate(windows: Windows, key: str, episodes: int) -> Iterator[Work]:
     """The passes of windows one by one: those of the chunks, and those of the answers, the longest."""
-    for rows, length in (windows.passes[0], windows.passes[-1]):
-        yield Work(Windows(((rows, length),)), key, episodes, f"{rows} windows of {length} tokens")
+    for (rows, length), answer in ((windows.passes[0], 0), (windows.passes[-1], windows.answer)):
+        passes = Windows(((rows, length),), windows.summaries, answer)
+        yield Work(passes, key, episodes, f"{rows} windows of {length} tokens")
 
 
 def rollouts_of(config: Config, name: str, processes: int) -> Iterator[Work]:
@@ -327,6 +334,6 @@ def rollouts_of(config: Config, name: str, processes: int) -> Iterator[Work]:
             micro = phases.operations.micro_batch
             rows = min(size * max(1, micro // size), size * _share(phases.operations.episodes, processes))
             longest = min(reasoning.memory.max_spliced, reasoning.operations.chunks) + 1
-            passes = Windows(((rows, longest * reasoning.chunk + 1),))
+            passes = Windows(((rows, longest * reasoning.chunk + 1),), 0, 0)
             what = f"{rows} windows of {longest * reasoning.chunk + 1} tokens"
             yield Work(passes, "reasoning.phases.operations.micro_batch", rows, what)

@@ -133,29 +133,37 @@ class Text(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Windows of the operations, as (rows, tokens) of each pass; the last pass is that of the answers."""
+    """Windows of the operations, as (rows, tokens) of each pass. summaries: vectors in front of each window. answer:
+    the last tokens of the last pass, which have logits."""
 
     passes: tuple[tuple[int, int], ...]
+    summaries: int
+    answer: int
 
     @property
     def all_tokens(self) -> int:
         """Tokens of all rows."""
-        return sum(rows * length for rows, length in self.passes)
+        return sum(rows * (length + self.summaries) for rows, length in self.passes)
 
     @property
     def longest(self) -> int:
         """Tokens of a row."""
-        return max(length for _, length in self.passes)
+        return max(length for _, length in self.passes) + self.summaries
 
     def __call__(self, model: StageBModel) -> Tensor:
         """The loss of heads that read all of them."""
         assert model.summary is not None
-        total = torch.zeros(())
+        total, prefix_BPD = torch.zeros(()), None
         for rows, length in self.passes:
-            output = model.language_model(_ids(rows, length))
+            if self.summaries:
+                prefix_BPD = model.summary.prefix(torch.zeros(rows, self.summaries, model.summary.up.in_features))
+            output = model.language_model(_ids(rows, length), prefix_BPD=prefix_BPD)
             summaries = model.summary(output.hidden_BTD)
             read = model.summary.keys(summaries).sum() + model.summary.queries(summaries).sum()
             total = total + read + output.hidden_BTD[:, -1].float().sum() + _balance(output)
+        if self.answer:
+            hidden = output.hidden_BTD[:, -self.answer :].flatten(0, 1)
+            total = total + functional.cross_entropy(model.language_model.logits(hidden), _ids(len(hidden)))
         return total
 
 

@@ -38,8 +38,7 @@ class Phase(Protocol):
 
     @property
     def rolls_out(self) -> bool:
-        """Whether `losses` runs the model. It does so within `model.lockstep`, and gives the same number of
-        micro-batches in every process, or fewer in some."""
+        """Whether `losses` runs the model, within `model.lockstep`."""
 
     @property
     def passes_vary(self) -> bool:
@@ -49,7 +48,8 @@ class Phase(Protocol):
         """Whether this phase changes a parameter, named as in a StageBModel."""
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
-        """The micro-batches of this process's part of step `step`, counted from 0; rolls out first where it has to."""
+        """The micro-batches of this process's part of step `step`, counted from 0, at least one; rolls out first where
+        it has to. Other processes may have another number."""
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
         """The means and rates that are logged, from the sums of one or several steps."""
@@ -122,17 +122,18 @@ class PhaseObjective:
         model.eval()  # rollouts without dropped tokens and router jitter
         calls_parts = self._phase.rolls_out and self._copy is None
         gathering = engine.gathering.of_parts(model, outside_blocks(model)) if calls_parts else nullcontext()
-        with engine.module.precision(), gathering, torch.no_grad():
+        with engine.module.precision(whole=self._copy is not None), gathering, torch.no_grad():
             losses = self._phase.losses(model, step, self._world.rank, self._world.size)
         model.train()
         if self._copy is not None:  # buffers that the phase sets
             for buffer, changed in zip(self._model.buffers(), model.buffers(), strict=True):
                 buffer.copy_(changed)
-        return _padded(losses, self._world)
+        further = self._no_passes if self._phase.passes_vary and self._lockstep.world is not None else None
+        return _padded(losses, self._world, further)
 
     def forward(self, engine: Engine, micro_batch: Loss, *, last: bool) -> Outcome:
         """The phase's loss on the engine's model."""
-        varies = self._phase.passes_vary and self._lockstep.world is not None
+        varies = self._phase.passes_vary and self._world.size > 1
         if varies and not self._gathers:
             engine.gathering.gather_first(self._model, outside_blocks(self._model))
             self._gathers = True
@@ -140,16 +141,26 @@ class PhaseObjective:
         return outcome
 
     def _together(self, engine: Engine, micro_batch: Loss) -> Loss:
-        """The loss with the passes of the process that makes most of them, and gradients of all parameters."""
+        """The loss with the passes of the process that makes most of them, and gradients of all parameters.
+
+        ZeRO fills its messages with gradients in the order in which they are there, and this order has to be the same
+        in all processes. That of the blocks is. The gradients of what is outside of them are last, in the order of the
+        model, because autograd goes back to what was computed first at the end.
+        """
 
         def loss(model: StageBModel) -> Outcome:
             engine.gathering.forget_trace()
+            nothing = sum(0.0 * each.float().sum() for each in outside_blocks(model) if each.requires_grad)
             with self._lockstep(model.language_model) as further:
                 outcome = micro_batch(model)
-            unused = [*further, *(each for each in outside_blocks(model) if each.requires_grad)]
-            return outcome._replace(total=outcome.total + sum(0.0 * each.float().sum() for each in unused))
+            return outcome._replace(total=outcome.total + nothing + sum(0.0 * each.float().sum() for each in further))
 
         return loss
+
+    def _no_passes(self, model: StageBModel) -> Outcome:
+        """A loss without passes of its own, to which `_together` adds those that other processes make."""
+        device = next(model.parameters()).device
+        return Outcome(torch.zeros((), device=device), torch.zeros(len(self.measures), device=device))
 
     def update(self, engine: Engine, totals: StepTotals) -> None:
         """Does nothing: a phase trains by gradients alone."""
@@ -177,10 +188,13 @@ class PhaseObjective:
         )
 
 
-def _padded(losses: list[Loss], world: DistributedContext) -> list[Loss]:
-    """Repeats the last micro-batch, times 0, so that every process has as many: gradients are reduced together."""
+def _padded(losses: list[Loss], world: DistributedContext, further: Loss | None) -> list[Loss]:
+    """As many micro-batches in every process, because gradients are reduced together: with `further` ones, by default
+    the last one of the process times 0."""
     assert losses, "a phase gives every process at least one micro-batch"
     missing, last = max(world.gather(len(losses))) - len(losses), losses[-1]
+    if further is not None:
+        return losses + [further] * missing
 
     def nothing(model: StageBModel) -> Outcome:
         outcome = last(model)

@@ -96,7 +96,15 @@ def check_stage_b(config: Config, processes: int = 1) -> None:
                 f"reasoning.phases.{name}.episodes is {section.episodes}; each of the {processes} processes (--nproc) "
                 "needs one"
             )
-    divided = config.train.expert_parallel > 1 and zero_stage(config.train, processes) in (1, 2)
+    stage, imitation = zero_stage(config.train, processes), config.reasoning.phases.operations_imitation
+    together = processes > 1 and (stage == 3 or config.train.expert_parallel > 1)
+    if together and imitation.steps and imitation.train == "own" and imitation.summarised:
+        # Only a process whose windows have summaries in front goes back through the language model.
+        raise ConfigError(
+            "reasoning.phases.operations_imitation.train is own and summarised is above 0, which under ZeRO-3 and with "
+            "train.expert_parallel several processes cannot do together; set train to all, or summarised to 0"
+        )
+    divided = config.train.expert_parallel > 1 and stage in (1, 2)
     for name, section in config.reasoning.phases if divided else ():
         own = name in ("plasticity", "operations", "operations_imitation") and section.train == "own"
         if section.steps and (own or name == "acceptance"):

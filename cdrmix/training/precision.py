@@ -23,8 +23,8 @@ class Autocast(nn.Module):
         self.loss_model = loss_model
         self.device_type = device_type
         self.dtype = dtype
-        # Autocast keeps the cast weights until the pass ends. Under ZeRO-3 that is the whole model in 16 bits in every
-        # process: 116 GB of cdrmix-reason-200b.
+        # Autocast keeps the cast weights until the pass ends. Under ZeRO-3 these would be all weights but those of the
+        # experts, in 16 bits in every process: 116 GB of cdrmix-reason-200b.
         self.keeps_casts = stage < 3
 
     def forward(self, *arguments: Any) -> Any:
@@ -32,11 +32,12 @@ class Autocast(nn.Module):
         with self.precision():
             return self.loss_model(*arguments)
 
-    def precision(self) -> AbstractContextManager[None]:
-        """The configured precision, for computations outside of the forward pass."""
+    def precision(self, *, whole: bool = False) -> AbstractContextManager[None]:
+        """The configured precision, for computations outside of the forward pass. whole: of a model whose weights are
+        whole in this process, so that the casts of one pass serve the next."""
         if self.dtype is None:
             return nullcontext()
-        return torch.autocast(self.device_type, self.dtype, cache_enabled=self.keeps_casts)
+        return torch.autocast(self.device_type, self.dtype, cache_enabled=self.keeps_casts or whole)
 
 
 def attach_copies(parameters: Iterable[Tensor], dtype: torch.dtype | None, stage: int) -> None:

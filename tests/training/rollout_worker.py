@@ -24,6 +24,7 @@ from cdrmix.training.launch import exit_worker
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
 deepspeed_config.PERSISTENCE_THRESHOLD = 0
+deepspeed_config.BUCKET = 3000  # elements: with all gradients in one message their order would not matter
 
 
 def main(order: dict[str, Any]) -> int:

@@ -59,7 +59,6 @@ def main(order: dict[str, Any]) -> int:
         "written": [sum(tensor.numel() for tensor in each.values()) for each in world.gather(part)],
         "wrong": wrong + sorted(found.keys() ^ expected.keys()),
         "casts": casts_at_the_end(engine, config),
-        "largest": 2 * max(tensor.numel() for tensor in expected.values()),
     }
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(facts))

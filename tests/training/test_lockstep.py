@@ -167,9 +167,23 @@ def test_windows_in_separate_passes_are_trained_as_together(train: Train) -> Non
     keys = (*none, "reasoning.phases.operations_imitation.micro_batch=1", "train.precision=fp32")
     together = train("together", "train.zero_stage=0", *keys)
     separate = "reasoning.phases.operations_imitation.window_passes=separate"
-    for name, more in (("whole", ["train.zero_stage=0"]), ("divided", ["train.zero_stage=3"])):
-        check_equal(train(name, separate, *more, *keys), together)
+    for stage in (0, 1, 2, 3):
+        check_equal(train(f"separate {stage}", separate, f"train.zero_stage={stage}", *keys), together)
     check_equal(train("experts", separate, "train.zero_stage=3", "train.expert_parallel=2", *keys), together)
+
+
+@pytest.mark.slow
+def test_passes_of_other_kinds_give_their_gradients_in_the_same_order(train: Train) -> None:
+    """In processes of which some have summaries in front of their windows and some not."""
+    none = [f"reasoning.phases.{name}.steps=0" for name in REASONING["phases"] if name != "operations_imitation"]
+    section = "reasoning.phases.operations_imitation"
+    mixed = (f"{section}.micro_batch=1", f"{section}.summarised_batches=0.5", f"{section}.steps=4")
+    keys = (*none, *mixed, "train.precision=fp32")
+    whole = train("whole", "train.zero_stage=0", *keys)
+    for stage in (2, 3):
+        for passes in ("together", "separate"):
+            found = train(f"{passes} {stage}", f"train.zero_stage={stage}", f"{section}.window_passes={passes}", *keys)
+            check_equal(found, whole)
 
 
 @pytest.mark.slow
@@ -253,6 +267,9 @@ def test_every_process_needs_episodes_before_anything_is_trained(reasoning: Path
     check_stage_b(config, 4)
     with pytest.raises(ConfigError, match=r"acceptance\.episodes is 4; it must be a multiple of the 3 processes"):
         check_stage_b(config, 3)
+    own = ["reasoning.phases.operations_imitation.train=own", "train.zero_stage=3"]
+    with pytest.raises(ConfigError, match=r"train is own and summarised is above 0, which .* set train to all, or"):
+        check_stage_b(Config.from_yaml(reasoning, own), 2)
     with pytest.raises(ConfigError, match=r"plasticity\.episodes is 4; each of the 8 processes \(--nproc\) needs one"):
         check_stage_b(config, 8)
     with pytest.raises(ConfigError, match=r"acceptance trains no expert, which .* set train\.zero_stage to 0 or 3"):

@@ -17,7 +17,7 @@ from cdrmix.config.schema import Config
 from cdrmix.reason.episodes import Episodes, EpisodeSource
 from cdrmix.reason.heads import RETRIEVE
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.operations.phase import trains
+from cdrmix.reason.operations.phase import is_trained
 from cdrmix.reason.operations.rollout import Reader, Rollouts
 from cdrmix.reason.operations.separate_passes import SeparatePasses
 from cdrmix.reason.operations.windows import Read
@@ -49,12 +49,12 @@ class OperationsImitationPhase:
         assert config.reasoning is not None
         self.settings, self.chunks = config.reasoning.phases.operations_imitation, config.reasoning.operations.chunks
         self.source, self.seed = source, config.run.seed
-        self.rolls_out = self.settings.window_passes == "separate"  # which reads the windows before
+        self.rolls_out = self.settings.window_passes == "separate"  # the model reads the windows before the update
         self.reader = Reader(config.reasoning, source)
 
     def trains(self, parameter: str) -> bool:
         """The operations' heads and the summariser; with `train: all` also the language model without its adapters."""
-        return trains(parameter, self.settings.train)
+        return is_trained(parameter, self.settings.train)
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
         """Makes this process's demonstrations; with separate passes the model reads them."""
@@ -91,11 +91,12 @@ class OperationsImitationPhase:
 
         def of_answers(rows: list[int], first: bool) -> Loss:
             def loss(model: StageBModel) -> Outcome:
-                answers, right = self._answers(model, passes.read, made, rows)
-                if not first:
-                    return self._outcome(made, answers, nothing + right)
-                choices, chosen = self._choices(model, passes.read, made)
-                return passes.first(self._outcome(made, choices + answers, chosen + right))
+                total, right = self._answers(model, passes.read, made, rows)
+                chosen = nothing
+                if first:
+                    choices, chosen = self._choices(model, passes.read, made)
+                    total = choices + total
+                return passes.of_read(self._outcome(made, total, chosen + right), first=first)
 
             return loss
 

@@ -125,7 +125,7 @@ class OperationsPhase:
 
     def trains(self, parameter: str) -> bool:
         """The operations' heads; with `train: all` also the summariser and the language model without its adapters."""
-        return parameter.startswith("operations.") if self.settings.train == "own" else trains(parameter, "all")
+        return parameter.startswith("operations.") if self.settings.train == "own" else is_trained(parameter, "all")
 
     def losses(self, model: StageBModel, step: int, rank: int, processes: int) -> list[Loss]:
         """Rolls out this process's questions."""
@@ -258,7 +258,7 @@ def evaluate(model: StageBModel, reader: Reader, numbers: Sequence[int], chunks:
     }
 
 
-def trains(parameter: str, train: str) -> bool:
+def is_trained(parameter: str, train: str) -> bool:
     """Whether a phase of the operations with this value of `train` changes a parameter, other than the value head."""
     if train == "all" and parameter.startswith("language_model."):
         return ".plastic." not in parameter

@@ -105,8 +105,8 @@ class Windows:
         before_NS: Tensor | None,
         ranges: Mapping[int, tuple[int, int]] | Sequence[tuple[int, int]],
     ) -> GroupRead:
-        """The results of one pass over a group of `groups`. before_NS, ranges: the summaries, as in `Read`, of windows
-        that include those whose summaries the group reads; None: it reads none."""
+        """The results of one pass over a group of `groups`. before_NS, ranges: the summaries of windows that were read
+        before, as in `Read`; None if the group has no summaries in front."""
         summary = model.summary
         assert summary is not None
         first = self.all[group[0]]
@@ -144,8 +144,8 @@ class Windows:
         *,
         again: bool = False,
     ) -> Tensor:
-        """Hidden states [W, A + 1, D] of the chosen windows' last token and of the tokens after it. again: by a pass
-        even if there are none after it."""
+        """Hidden states [W, A + 1, D] of the chosen windows' last token and of the tokens after it. again: make a pass
+        also where there are no tokens after it, whose hidden states `read` has."""
         assert model.summary is not None
         device = read.last_WD.device
         if not tokens_WA.shape[1] and not again:
