@@ -287,15 +287,6 @@ BROKEN = {
         run.yaml:6: reasoning.phases.imitation.replay[1]: found "imitation" (a string)
             allowed: another phase than its own""",
     ),
-    "separate passes with a router that draws numbers": (
-        "{hidden: 256}\n",
-        "{hidden: 256, router_jitter: 0.1}\n"
-        + REASONING
-        + ", phases: {operations_imitation: {window_passes: separate}}}\n",
-        """\
-        run.yaml:6: reasoning.phases.operations_imitation.window_passes: found "separate" (a string)
-            allowed: together with model.feed_forward.router_jitter=0.1, by which a repeated pass differs""",
-    ),
     "documents in token ids": (
         "train:",
         REASONING + ", agent: {tokens: true, data: {kind: jsonl, paths: [a]}}}\ntrain:",

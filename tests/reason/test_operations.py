@@ -321,6 +321,14 @@ def test_windows_read_in_separate_passes_give_the_gradients_of_one_loss(train: s
             assert error <= 2.7e-6 * gradient.norm() + 1e-9, name
 
 
+@pytest.mark.parametrize("setting", ["router_jitter=0.1", "drop=true"])
+def test_passes_that_would_differ_when_repeated_are_not_separate(setting: str) -> None:
+    keys = ["model.feed_forward={hidden: 32, kind: moe, experts: 2, top_k: 1}", f"model.feed_forward.{setting}"]
+    assert config_of(*keys)
+    with pytest.raises(ConfigError, match=r"allowed: together with model\.feed_forward\.(router_jitter=0\.1|drop), by"):
+        config_of(*keys, "reasoning.phases.operations_imitation.window_passes=separate")
+
+
 def test_an_overflow_in_separate_passes_is_of_the_gradients_alone() -> None:
     """A loss that is not finite would end the training, where a step with too large a loss scale is skipped."""
     found, sums, _ = gradients(config_of("reasoning.phases.operations_imitation.window_passes=separate"), factor=3e38)

@@ -23,7 +23,8 @@ deepspeed_config.PERSISTENCE_THRESHOLD = 0
 
 
 def casts_at_the_end(engine: Engine, config: Config) -> int:
-    """Bytes of the 16-bit copies of weights that are there when the last block of a forward pass has ended."""
+    """Bytes of the 16-bit copies that are there when the last block of a forward pass has ended: those of weights, and
+    the block's result."""
     live, found = LiveBytes("cpu"), []
     blocks = engine.module.loss_model.language_model.blocks
     ended = blocks[-1].register_forward_hook(lambda *_: found.append(live.by_operator().get("aten._to_copy", 0)))
@@ -59,6 +60,7 @@ def main(order: dict[str, Any]) -> int:
         "written": [sum(tensor.numel() for tensor in each.values()) for each in world.gather(part)],
         "wrong": wrong + sorted(found.keys() ^ expected.keys()),
         "casts": casts_at_the_end(engine, config),
+        "activation": 2 * config.train.micro_batch_rows * config.data.row_length * config.cdrmix_model.d_model,
     }
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(facts))

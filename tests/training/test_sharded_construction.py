@@ -25,7 +25,7 @@ def test_no_process_holds_a_whole_parameter_or_casts_of_it(
     assert facts["wrong"] == []
     assert facts["whole"] == 0, "between the construction and the engine"
     assert 0.49 < facts["share"] < 0.55, "padding adds some elements to small parameters"
-    assert facts["casts"] == 0, "autocast keeps no weights in 16 bits"
+    assert facts["casts"] == facts["activation"], "autocast keeps no weights in 16 bits"
     first, second = facts["written"]
     assert abs(first - second) < 0.1 * (first + second), "each process writes its part of a checkpoint"
 
