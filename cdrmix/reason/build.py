@@ -20,7 +20,7 @@ from cdrmix.reason.heads import ControllerHeads, OperationHeads, Summariser
 from cdrmix.reason.joint import JointPhase
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations import imitation as _operations_imitation  # noqa: F401
-from cdrmix.reason.operations import phase as _operations  # noqa: F401
+from cdrmix.reason.operations import policy as _operations_policy  # noqa: F401
 from cdrmix.reason.phase import PHASES, Phase
 from cdrmix.reason.plasticity import phase as _plasticity  # noqa: F401
 from cdrmix.reason.sources import source_of

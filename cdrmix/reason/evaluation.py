@@ -16,7 +16,7 @@ from cdrmix.reason.controller import acceptance
 from cdrmix.reason.controller.controller import Controller, always, by_head, never
 from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.operations import phase as operations
+from cdrmix.reason.operations import policy as operations
 from cdrmix.reason.operations.rollout import Reader
 from cdrmix.reason.plasticity import phase as plasticity
 from cdrmix.reason.sources import source_of

@@ -18,8 +18,8 @@ from cdrmix.reason.controller.controller import action_of, sampled
 from cdrmix.reason.experiments.base import small_model
 from cdrmix.reason.heads import ControllerHeads, OperationHeads, Summariser
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.operations import phase as operations
-from cdrmix.reason.operations.phase import OperationsPhase
+from cdrmix.reason.operations import policy as operations
+from cdrmix.reason.operations.policy import OperationsPhase
 from cdrmix.reason.sources import source_of
 from cdrmix.training import distributed
 

@@ -18,7 +18,7 @@ from cdrmix.reason.memory.episodic_index import EpisodicIndex
 from cdrmix.reason.memory.kept_episodes import EpisodesInMemory
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations.imitation import OperationsImitationPhase
-from cdrmix.reason.operations.phase import OperationsPhase, answers_of, memory_of, rewards_of
+from cdrmix.reason.operations.policy import OperationsPhase, answers_of, memory_of, rewards_of
 from cdrmix.reason.operations.rollout import Reader, Row
 from cdrmix.reason.operations.windows import Window, Windows
 from cdrmix.reason.phase import freeze, train_alone

@@ -11,7 +11,7 @@ from cdrmix.reason.experiments.base import EXPERIMENTS, Say
 from cdrmix.reason.heads import OperationHeads, Summariser
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations.imitation import OperationsImitationPhase
-from cdrmix.reason.operations.phase import OperationsPhase, evaluate
+from cdrmix.reason.operations.policy import OperationsPhase, evaluate
 from cdrmix.reason.operations.rollout import Reader
 from cdrmix.reason.phase import phase_config, train_alone
 from cdrmix.reason.sources import source_of

@@ -17,7 +17,7 @@ from cdrmix.config.schema import Config
 from cdrmix.reason.episodes import Episodes, EpisodeSource
 from cdrmix.reason.heads import RETRIEVE
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.operations.phase import is_trained
+from cdrmix.reason.operations.policy import is_trained
 from cdrmix.reason.operations.rollout import Reader, Rollouts
 from cdrmix.reason.operations.separate_passes import SeparatePasses
 from cdrmix.reason.operations.windows import Read

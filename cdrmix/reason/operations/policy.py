@@ -1,6 +1,6 @@
 """Phase B3 for operations on memories: group-relative policy optimisation, after the imitation of an expert.
 
-It rewards
+The reward of a rollout is
 
     task [all right] - latency sum(cost) / step_budget + stability [something right] held / captured
 
