@@ -29,13 +29,9 @@ ToyArguments = Callable[..., list[str]]
 def trained(arguments: ToyArguments, workspace: Path) -> Path:
     """A run of 80 toy steps, each recorded: copy it before a change."""
     steps = ("train.steps=80", "train.warmup_steps=5", "train.evaluate_every=80", "train.checkpoint_every=80")
-    # Balancing is strong, and the routers of this seed overflow little: after 80 steps others may be undecided.
-    batch = (
-        "train.batch_rows=8",
-        "train.micro_batch_rows=8",
-        "model.feed_forward.load_balance_weight=0.3",
-        "run.seed=2",
-    )
+    # Each token goes to both experts: with more experts the overflow of so few tokens is noise, which differs between
+    # processors and leaves the gate undecided on some.
+    batch = ("train.batch_rows=8", "train.micro_batch_rows=8", "model.feed_forward.experts=2", "run.seed=2")
     assert main(["train", *arguments(*steps, *batch)]) == 0
     (run,) = (workspace / "runs").iterdir()
     return run
@@ -161,7 +157,7 @@ def test_a_weight_that_is_not_finite(run: Path) -> None:
     judgement = judge(run, "full", measure=False)
     assert judgement.verdicts["finite"].outcome is Outcome.FAIL
     assert (
-        f"1 of 31,144 weights of step-00000080 are not finite, the first in {name}"
+        f"1 of 26,916 weights of step-00000080 are not finite, the first in {name}"
         in judgement.verdicts["finite"].reason
     )
     assert judgement.verdicts["export"].outcome is Outcome.FAIL
