@@ -10,8 +10,7 @@ import gc
 import os
 import platform
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from cdrmix.kernels.common.products import (
     is_wide,
     multiply_on_all_threads,
     multiply_on_one_thread,
+    one_thread,
     set_num_threads,
 )
 from cdrmix.ops.backend import check_served
@@ -136,23 +136,14 @@ def be_deterministic(*, any_threads: bool = True) -> None:
         multiply_on_all_threads()
 
 
-@contextmanager
-def threads_for(rows: int) -> Iterator[None]:
+def threads_for(rows: int) -> AbstractContextManager[None]:
     """Within it, one CPU thread where products of so many rows take no more (see `products.is_wide`).
 
     What is left to share is the norms and sums of few rows, some 10 us, less than waking a second thread costs: on two
     cores, while another process is busy, a token of core-tiny takes 15 ms with one thread and 51 ms with two. No bit
     depends on the number.
     """
-    threads = torch.get_num_threads()
-    if threads == 1 or is_wide(rows, COLUMNS):
-        yield
-        return
-    set_num_threads(1)
-    try:
-        yield
-    finally:
-        set_num_threads(threads)
+    return nullcontext() if is_wide(rows, COLUMNS) else one_thread()
 
 
 def keep_freed_memory() -> None:

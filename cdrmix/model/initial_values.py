@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cdrmix.kernels.common.products import set_num_threads
+from cdrmix.kernels.common.products import one_thread
 
 Tile = NDArray[np.floating[Any]]  # of a parameter, [rows, columns], float32 or float64
 Draw = Callable[[np.random.Generator, Tile], None]  # fills a tile
@@ -75,12 +75,8 @@ def orthogonal(gain: float) -> Draw:
 
     def draw(generator: np.random.Generator, tile: Tile) -> None:
         source = torch.Generator().manual_seed(int(generator.integers(1 << 63)))
-        threads = torch.get_num_threads()
-        set_num_threads(1)
-        try:
+        with one_thread():
             nn.init.orthogonal_(torch.from_numpy(tile), gain, source)
-        finally:
-            set_num_threads(threads)
 
     return draw
 

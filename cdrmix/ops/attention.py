@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cdrmix.kernels.attention import reference as reference_attention
-from cdrmix.kernels.common.products import set_num_threads
+from cdrmix.kernels.common.products import one_thread
 from cdrmix.ops.backend import backend, compute_dtype, platform_of
 from cdrmix.ops.checks import DTYPES, check_cu_seqlens, check_document_starts
 from cdrmix.ops.operator import operator
@@ -200,18 +199,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tens
     return torch.empty_like(q, memory_format=torch.contiguous_format), _empty_sums(q)
 
 
-@contextmanager
-def _threads_of(q: Tensor) -> Iterator[None]:
+def _threads_of(q: Tensor) -> AbstractContextManager[None]:
     """Within it, one CPU thread for heads of UNEVEN_WIDTH."""
-    threads = torch.get_num_threads()
-    if q.shape[3] != UNEVEN_WIDTH or threads == 1:
-        yield
-        return
-    set_num_threads(1)
-    try:
-        yield
-    finally:
-        set_num_threads(threads)
+    return one_thread() if q.shape[3] == UNEVEN_WIDTH else nullcontext()
 
 
 def _empty_sums(q: Tensor) -> Tensor:

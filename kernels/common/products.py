@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -83,6 +85,20 @@ def set_num_threads(number: int) -> None:
     torch.set_num_threads(number)
     if multiplies_on_one_thread():
         multiply_on_one_thread()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it, PyTorch has one CPU thread."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    set_num_threads(1)
+    try:
+        yield
+    finally:
+        set_num_threads(threads)
 
 
 def multiplies_on_one_thread() -> bool:

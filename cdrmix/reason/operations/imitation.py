@@ -132,11 +132,11 @@ class OperationsImitationPhase:
     ) -> tuple[Tensor, list[Tensor]]:
         """The part of these rows in the mean loss of the answers' tokens, and three sums."""
         answers_BA, device = made.episodes.answer_BA, read.last_WD.device
-        chosen = made.shown.final_R[list(rows)].tolist()
-        again = self.rolls_out  # also where the answer has one token: a loss has a pass
-        hidden = made.shown.windows.hidden_after(model, chosen, answers_BA[list(rows), :-1], read, again=again)
-        logits = model.language_model.logits(hidden[:, -answers_BA.shape[1] :])
-        targets = answers_BA[list(rows)].to(device)
+        chosen, answers_RA = made.shown.final_R[list(rows)].tolist(), answers_BA[list(rows)]
+        again = self.rolls_out  # every separate loss makes a pass, also where the answer has one token
+        hidden = made.shown.windows.hidden_after(model, chosen, answers_RA[:, :-1], read, again=again)
+        logits = model.language_model.logits(hidden[:, -answers_RA.shape[1] :])
+        targets = answers_RA.to(device)
         counts = targets != self.source.pad
         targets = targets.masked_fill(~counts, -100)
         total = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
