@@ -53,12 +53,15 @@ def _same_again(passes: str, jitter: float, drop: bool) -> str | None:
 
 
 RULES = (
-    Rule(
-        (
-            "reasoning.phases.operations_imitation.window_passes",
-            *("model.feed_forward.router_jitter", "model.feed_forward.drop"),
-        ),
-        _same_again,
+    *(
+        Rule(
+            (
+                f"reasoning.phases.{name}.window_passes",
+                *("model.feed_forward.router_jitter", "model.feed_forward.drop"),
+            ),
+            _same_again,
+        )
+        for name in ("operations_imitation", "operations")
     ),
     Rule(("reasoning.controller.write_strengths", "reasoning.controller.max_branches"), _write_strengths),
     Rule(("reasoning.acceptance.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps"), _within_budget),

@@ -6,6 +6,7 @@ Both need the state that lasts, and are not at the same time. The sizes of the p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple, cast
@@ -25,6 +26,7 @@ from cdrmix.plan.trace import MicroBatch
 from cdrmix.reason.agent.policy import objective_of
 from cdrmix.reason.build import replayed, with_heads
 from cdrmix.reason.episodes import EpisodeSource, Marks, TokenSource
+from cdrmix.reason.operations.separate_passes import most_tokens
 from cdrmix.reason.phase import PHASES, Phase
 from cdrmix.reason.rl.rewards import LIKELIHOOD
 from cdrmix.training.zero import zero_stage
@@ -259,20 +261,19 @@ def updates_of(config: Config, name: str, processes: int) -> Iterator[Work]:
             passes = Sequences(rows, begin + rest, written, objective)
             yield Work(passes, key, rows, f"{rows} turns of {begin + rest + written} tokens")
         elif each == "operations_imitation" or (each == "operations" and section.train == "all"):
-            rows = section.micro_batch
+            rows, size = section.micro_batch, 1
             if each == "operations":
-                rows = reasoning.rl.group_size * max(1, rows // reasoning.rl.group_size)
-            most = share * (1 if each == "operations_imitation" else reasoning.rl.group_size)
-            rows = min(rows, most)
-            passes = _windows(reasoning, rows)
-            if each == "operations_imitation" and section.window_passes == "separate":
-                yield from _separate(passes, key, rows)
+                size = reasoning.rl.group_size
+                rows = size * max(1, rows // size)
+            windows = (_rolled_out if each == "operations" else _demonstrated)(reasoning, min(rows, size * share))
+            if section.window_passes == "separate":
+                yield from _separate(windows, key, rows, most_tokens(reasoning, section))
                 continue
-            count = sum(rows for rows, _ in passes.passes)
-            yield Work(passes, key, rows, f"{count} windows of at most {passes.passes[-1][1]} tokens")
+            count, longest = sum(number for number, _ in windows.passes), max(length for _, length in windows.passes)
+            yield Work(windows, key, rows, f"{count} windows of at most {longest} tokens")
 
 
-def _windows(reasoning: Reasoning, episodes: int) -> Windows:
+def _demonstrated(reasoning: Reasoning, episodes: int) -> Windows:
     """All windows of so many episodes: their chunks, and the question with up to `max_spliced` chunks in front."""
     source, spliced = widths_of(reasoning.operations, reasoning.chunk), reasoning.memory.max_spliced
     spliced = min(spliced, reasoning.operations.chunks)
@@ -287,9 +288,26 @@ def _windows(reasoning: Reasoning, episodes: int) -> Windows:
     return Windows(tuple(passes), summaries, source.answer)
 
 
-def _separate(windows: Windows, key: str, episodes: int) -> Iterator[Work]:
-    """The passes of windows one by one: those of the chunks, and those of the answers, the longest."""
-    for (rows, length), answer in ((windows.passes[0], 0), (windows.passes[-1], windows.answer)):
+def _rolled_out(reasoning: Reasoning, rollouts: int) -> Windows:
+    """All windows of so many rollouts of which no two read the same: their chunks without others in front, and then
+    those of as many chunks as the budget and the horizon allow, each with 1, 2, ... `max_spliced` others in front."""
+    chunks, chunk, costs = reasoning.operations.chunks, reasoning.chunk, reasoning.rl.costs
+    spliced = min(reasoning.memory.max_spliced, chunks)
+    full = -(-(reasoning.rl.horizon - chunks - 1) // (spliced + 1))
+    if cost := costs.retrieve + spliced * costs.splice_window:
+        full = min(full, math.ceil(reasoning.controller.step_budget / cost))
+    full = rollouts * min(full, chunks + 1)
+    passes = [(rollouts * (chunks + 1), chunk + 1)]
+    if full:
+        passes += [(full, (before + 1) * chunk + 1) for before in range(1, spliced + 1)]
+    return Windows(tuple(passes), 0, 0)
+
+
+def _separate(windows: Windows, key: str, episodes: int, most: int) -> Iterator[Work]:
+    """The passes of windows one by one, each of at most so many tokens: the first one, and the last one, which has the
+    longest windows."""
+    for (count, length), answer in ((windows.passes[0], 0), (windows.passes[-1], windows.answer)):
+        rows = min(count, max(1, most // length))
         passes = Windows(((rows, length),), windows.summaries, answer)
         yield Work(passes, key, episodes, f"{rows} windows of {length} tokens")
 
@@ -315,7 +333,8 @@ def rollouts_of(config: Config, name: str, processes: int) -> Iterator[Work]:
         elif each == "operations_imitation" and phases.operations_imitation.window_passes == "separate":
             # What the update reads again was read before, without gradients.
             rows = min(phases.operations_imitation.micro_batch, _share(phases.operations_imitation.episodes, processes))
-            yield from _separate(_windows(reasoning, rows), f"reasoning.phases.{each}.micro_batch", rows)
+            windows = _demonstrated(reasoning, rows)
+            yield from _separate(windows, f"reasoning.phases.{each}.micro_batch", rows, windows.all_tokens)
         elif each == "acceptance":
             episodes, controller = reasoning.acceptance or reasoning.plasticity, reasoning.controller
             source = widths_of(episodes, reasoning.chunk)

@@ -28,26 +28,29 @@ class Lockstep:
     world: DistributedContext | None = None
 
     @contextmanager
-    def __call__(self, model: LanguageModel) -> Iterator[list[Tensor]]:
+    def __call__(self, model: LanguageModel, least: int = 0) -> Iterator[list[Tensor]]:
         """The forward passes of `model` within the block. Every process enters it, and makes any number of them.
 
         Other collectives within the block would wait for processes that wait for passes. An error ends the wait of the
         others when this process ends. Yields a list, in which the hidden states [1, 1, D] of the further passes are
-        when the block has ended; a backward pass has to go through them as well.
+        when the block has ended; a backward pass has to go through them as well. least: the fewest passes, also where
+        none needs the others.
         """
         further: list[Tensor] = []
-        if self.world is None:
-            yield further
-            return
-        announced = model.register_forward_pre_hook(lambda *_: self._announce(), prepend=True)
+        made = 0
+
+        def announce(*_: object) -> None:
+            nonlocal made
+            made += 1
+            if self.world is not None:
+                self.world.any(True)
+
+        announced = model.register_forward_pre_hook(announce, prepend=True)
         try:
             yield further
         finally:
             announced.remove()
-        ids_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.world.device)
-        while self.world.any(False):
-            further.append(model(ids_11).hidden_BTD)
-
-    def _announce(self) -> None:
-        assert self.world is not None
-        self.world.any(True)
+        while made < least if self.world is None else self.world.any(made < least):
+            device = next(model.parameters()).device if self.world is None else self.world.device
+            further.append(model(torch.zeros(1, 1, dtype=torch.int64, device=device)).hidden_BTD)
+            made += 1

@@ -110,6 +110,7 @@ class PhaseObjective:
         self._lockstep = Lockstep(world if needs_others and world.size > 1 else None)
         if copy is None:
             model.lockstep = self._lockstep
+        self._varies = phase.passes_vary and world.size > 1
         self._gathers = False  # whether `engine` has been told what a loss whose passes vary needs
         self.phase: str | None = phase.name
         self.measures = phase.measures
@@ -128,20 +129,19 @@ class PhaseObjective:
         if self._copy is not None:  # buffers that the phase sets
             for buffer, changed in zip(self._model.buffers(), model.buffers(), strict=True):
                 buffer.copy_(changed)
-        further = self._no_passes if self._phase.passes_vary and self._lockstep.world is not None else None
-        return _padded(losses, self._world, further)
+        return _padded(losses, self._world, self._no_passes if self._varies else None)
 
     def forward(self, engine: Engine, micro_batch: Loss, *, last: bool) -> Outcome:
         """The phase's loss on the engine's model."""
-        varies = self._phase.passes_vary and self._world.size > 1
-        if varies and not self._gathers:
+        if self._varies and not self._gathers:
             engine.gathering.gather_first(self._model, outside_blocks(self._model))
             self._gathers = True
-        outcome: Outcome = engine.evaluate(self._together(engine, micro_batch) if varies else micro_batch, last=last)
+        loss = self._together(engine, micro_batch) if self._varies else micro_batch
+        outcome: Outcome = engine.evaluate(loss, last=last)
         return outcome
 
     def _together(self, engine: Engine, micro_batch: Loss) -> Loss:
-        """The loss with the passes of the process that makes most of them, and gradients of all parameters.
+        """The loss with gradients of all parameters, and where passes need the others with as many as any process has.
 
         ZeRO fills its messages with gradients in the order in which they are there, and this order has to be the same
         in all processes. That of the blocks is. The gradients of what is outside of them are last, in the order of the
@@ -151,7 +151,7 @@ class PhaseObjective:
         def loss(model: StageBModel) -> Outcome:
             engine.gathering.forget_trace()
             nothing = sum(0.0 * each.float().sum() for each in outside_blocks(model) if each.requires_grad)
-            with self._lockstep(model.language_model) as further:
+            with self._lockstep(model.language_model, least=1) as further:
                 outcome = micro_batch(model)
             return outcome._replace(total=outcome.total + nothing + sum(0.0 * each.float().sum() for each in further))
 

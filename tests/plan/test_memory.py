@@ -139,14 +139,15 @@ def test_zero_3_keeps_no_casts_of_the_weights_of_other_blocks() -> None:
     assert working[1] == pytest.approx(working[0], rel=0.02)
 
 
-def test_separate_passes_need_the_memory_of_the_largest_pass() -> None:
+@pytest.mark.parametrize("name", ["operations_imitation", "operations"])
+def test_separate_passes_need_the_memory_of_the_largest_pass(name: str) -> None:
     """Together, the gradients of all weights are whole under ZeRO-3, and all windows keep their activations."""
-    keys = ["train.zero_stage=3", "reasoning.phases.operations_imitation={steps: 1, episodes: 32, train: all}"]
+    keys = ["train.zero_stage=3", f"reasoning.phases.{name}={{steps: 1, episodes: 32, train: all}}"]
     needed = []
     for passes in ("together", "separate"):
-        override = f"reasoning.phases.operations_imitation.window_passes={passes}"
+        override = f"reasoning.phases.{name}.window_passes={passes}"
         config = config_of("cdrmix-reason-tiny", *IDS, *keys, override)
-        (phase,) = phases_of(config, "cuda", 4, ["operations_imitation"])
+        (phase,) = phases_of(config, "cuda", 4, [name])
         assert phase.moment == "update"
         needed.append(sum(part.bytes for part in phase.memory.components if part.name in ("activations", "working")))
     assert needed[1] < needed[0] - 4 * count_parameters(config.cdrmix_model).total_stored

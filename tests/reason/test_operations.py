@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -278,23 +279,50 @@ def test_both_phases_run_and_are_the_same_again(training: Callable[[Config, int,
     assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
 
 
-def gradients(config: Config, *, factor: float) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
-    """The gradients of a step of imitation, divided by a factor of all losses; its measures; its backward passes."""
-    model, phase = model_of(config), OperationsImitationPhase(config, reader_of(config).source)
+class Step(NamedTuple):
+    """The gradients of a step; its measures; its backward passes; the tokens of the largest pass with gradients."""
+
+    gradients: dict[str, torch.Tensor]
+    sums: torch.Tensor
+    losses: int
+    largest: int
+
+
+def step_of(config: Config, phase: OperationsImitationPhase | OperationsPhase, *, factor: float = 1.0) -> Step:
+    """A step from a model with random weights. factor: multiplies all losses; the gradients are divided by it."""
+    model = model_of(config)
     with torch.no_grad():
         for parameter in model.parameters():  # from matrices of zeros no gradient goes further
             parameter += 0.1 * torch.randn(parameter.shape)
         losses = phase.losses(model.eval(), 0, 0, 1)
     model.train()
     freeze(model, phase)
-    sums = torch.zeros(len(phase.measures))
+    sums, tokens = torch.zeros(len(phase.measures)), []
+    model.language_model.register_forward_pre_hook(lambda _, inputs: tokens.append(inputs[0].numel()))
     for loss in losses:
         outcome = model(loss)
         assert outcome.total.isfinite()
         (factor * outcome.total).backward()
         sums += outcome.sums
     found = {name: each.grad / factor for name, each in model.named_parameters() if each.grad is not None}
-    return found, sums, len(losses)
+    return Step(found, sums, len(losses), max(tokens))
+
+
+def step_of_imitation(config: Config, *, factor: float = 1.0) -> Step:
+    return step_of(config, OperationsImitationPhase(config, reader_of(config).source), factor=factor)
+
+
+def step_of_rollouts(config: Config, *, factor: float = 1.0) -> Step:
+    return step_of(config, OperationsPhase(config, reader_of(config).source), factor=factor)
+
+
+def check_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Both add the same float32 terms, some 2,000 tokens, in another order: sqrt(2,000) roundings of 2^-24. What a loss
+    does not read, such as the keys of rollouts, has no gradient or one of zeros."""
+    assert expected.keys() <= found.keys()
+    for name, each in found.items():
+        gradient = expected.get(name, torch.zeros_like(each))
+        assert (each - gradient).norm() <= 2.7e-6 * gradient.norm() + 1e-9, name
 
 
 @pytest.mark.parametrize(("train", "summarised"), [("all", 0.0), ("all", 1.0), ("own", 0.0), ("own", 0.5)])
@@ -305,35 +333,55 @@ def test_windows_read_in_separate_passes_give_the_gradients_of_one_loss(train: s
         f"reasoning.phases.operations_imitation.{name}"
         for name in (f"train={train}", f"summarised={summarised}", "summarised_batches=1.0")
     ]
-    together, expected, losses = gradients(config_of(*keys), factor=1.0)
-    assert losses == 2
-    assert bool(together.get("summary.up.weight", torch.zeros(1)).any()) == bool(summarised)
+    together = step_of_imitation(config_of(*keys))
+    assert together.losses == 2
+    assert bool(together.gradients.get("summary.up.weight", torch.zeros(1)).any()) == bool(summarised)
+    assert train == "all" or not any(name.startswith("language_model.") for name in together.gradients)
     keys.append("reasoning.phases.operations_imitation.window_passes=separate")
     for factor in (1.0, 1024.0):
-        separate, sums, passes = gradients(config_of(*keys), factor=factor)
-        assert passes > 4 * losses
-        assert torch.allclose(sums, expected, rtol=1e-5)
-        assert separate.keys() == together.keys()
-        assert train == "all" or not any(name.startswith("language_model.") for name in together)
-        for name, gradient in together.items():
-            # Both add the same float32 terms, some 2,000 tokens, in another order: sqrt(2,000) roundings of 2^-24.
-            error = (separate[name] - gradient).norm()
-            assert error <= 2.7e-6 * gradient.norm() + 1e-9, name
+        separate = step_of_imitation(config_of(*keys), factor=factor)
+        assert separate.losses > 4 * together.losses
+        assert torch.allclose(separate.sums, together.sums, rtol=1e-5)
+        check_same_gradients(separate.gradients, together.gradients)
+
+
+def test_rollouts_read_in_separate_passes_give_the_gradients_of_one_loss() -> None:
+    """Also where rollouts have summaries in front of their windows, and where windows of one shape need several passes,
+    because a pass has at most the tokens of one episode's chunks."""
+    section = "reasoning.phases.operations"
+    keys = [f"{section}.train=all", f"{section}.micro_batch=1", "reasoning.memory.summary_stride=5"]
+    keys += ["reasoning.rl.group_size=32"]
+    together = step_of_rollouts(config_of(*keys))
+    measures = dict(zip(OperationsPhase.measures, together.sums.tolist(), strict=True))
+    assert measures["groups"] > measures["dropped_groups"]
+    assert all(measures[f"count_{OPERATIONS[each]}"] for each in (SUMMARIZE, SPLICE))
+    assert together.losses == measures["groups"]
+    assert together.gradients["language_model.embedding.weight"].any()
+    assert together.gradients["summary.up.weight"].any()
+    config = config_of(*keys, f"{section}.window_passes=separate")
+    assert config.reasoning is not None
+    for factor in (1.0, 1024.0):
+        separate = step_of_rollouts(config, factor=factor)
+        assert separate.losses > 4 * together.losses
+        assert separate.largest <= config.reasoning.operations.chunks * (config.reasoning.chunk + 1) < together.largest
+        assert torch.allclose(separate.sums, together.sums, rtol=1e-5)
+        check_same_gradients(separate.gradients, together.gradients)
 
 
 @pytest.mark.parametrize("setting", ["router_jitter=0.1", "drop=true"])
-def test_passes_that_would_differ_when_repeated_are_not_separate(setting: str) -> None:
+@pytest.mark.parametrize("phase", ["operations_imitation", "operations"])
+def test_passes_that_would_differ_when_repeated_are_not_separate(setting: str, phase: str) -> None:
     keys = ["model.feed_forward={hidden: 32, kind: moe, experts: 2, top_k: 1}", f"model.feed_forward.{setting}"]
     assert config_of(*keys)
     with pytest.raises(ConfigError, match=r"allowed: together with model\.feed_forward\.(router_jitter=0\.1|drop), by"):
-        config_of(*keys, "reasoning.phases.operations_imitation.window_passes=separate")
+        config_of(*keys, f"reasoning.phases.{phase}.window_passes=separate")
 
 
 def test_an_overflow_in_separate_passes_is_of_the_gradients_alone() -> None:
     """A loss that is not finite would end the training, where a step with too large a loss scale is skipped."""
-    found, sums, _ = gradients(config_of("reasoning.phases.operations_imitation.window_passes=separate"), factor=3e38)
-    assert sums.isfinite().all()
-    assert not all(gradient.isfinite().all() for gradient in found.values())
+    step = step_of_imitation(config_of("reasoning.phases.operations_imitation.window_passes=separate"), factor=3e38)
+    assert step.sums.isfinite().all()
+    assert not all(gradient.isfinite().all() for gradient in step.gradients.values())
 
 
 @pytest.mark.slow

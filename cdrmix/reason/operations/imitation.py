@@ -19,7 +19,7 @@ from cdrmix.reason.heads import RETRIEVE
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.operations.policy import is_trained
 from cdrmix.reason.operations.rollout import Reader, Rollouts
-from cdrmix.reason.operations.separate_passes import SeparatePasses
+from cdrmix.reason.operations.separate_passes import SeparatePasses, most_tokens
 from cdrmix.reason.operations.windows import Read
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.training.objective import Outcome
@@ -49,6 +49,7 @@ class OperationsImitationPhase:
         assert config.reasoning is not None
         self.settings, self.chunks = config.reasoning.phases.operations_imitation, config.reasoning.operations.chunks
         self.source, self.seed = source, config.run.seed
+        self.most_tokens = most_tokens(config.reasoning, self.settings)
         self.rolls_out = self.settings.window_passes == "separate"  # the model reads the windows before the update
         self.reader = Reader(config.reasoning, source)
 
@@ -86,7 +87,7 @@ class OperationsImitationPhase:
     def _separate(self, made: _Demonstrated, read: Read) -> list[Loss]:
         """A loss for each pass: of the answers, the first one also of what was read before; then of the windows."""
         windows = made.shown.windows
-        passes = SeparatePasses(windows, read, len(self.measures))
+        passes = SeparatePasses(windows, read, len(self.measures), self.most_tokens)
         nothing = [torch.zeros(())] * CHOICES
 
         def of_answers(rows: list[int], first: bool) -> Loss:
@@ -133,8 +134,7 @@ class OperationsImitationPhase:
         """The part of these rows in the mean loss of the answers' tokens, and three sums."""
         answers_BA, device = made.episodes.answer_BA, read.last_WD.device
         chosen, answers_RA = made.shown.final_R[list(rows)].tolist(), answers_BA[list(rows)]
-        again = self.rolls_out  # every separate loss makes a pass, also where the answer has one token
-        hidden = made.shown.windows.hidden_after(model, chosen, answers_RA[:, :-1], read, again=again)
+        hidden = made.shown.windows.hidden_after(model, chosen, answers_RA[:, :-1], read)
         logits = model.language_model.logits(hidden[:, -answers_RA.shape[1] :])
         targets = answers_RA.to(device)
         counts = targets != self.source.pad

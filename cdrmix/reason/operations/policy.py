@@ -25,6 +25,7 @@ from cdrmix.reason.episodes import Episodes, EpisodeSource
 from cdrmix.reason.heads import OPERATIONS
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.operations.rollout import Reader, Rollouts
+from cdrmix.reason.operations.separate_passes import SeparatePasses, most_tokens
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import Totals, entropy, group_advantages, policy_loss
 from cdrmix.training.distributed import reduce_over_processes
@@ -111,6 +112,7 @@ class OperationsPhase:
         assert config.reasoning is not None
         self.settings, self.rl = config.reasoning.phases.operations, config.reasoning.rl
         self.chunks, self.source, self.seed = config.reasoning.operations.chunks, source, config.run.seed
+        self.most_tokens = most_tokens(config.reasoning, self.settings)
         self.passes_vary = self.settings.train == "all"  # otherwise the update reads what the rollouts have read
         self.reader, self.objective = Reader(config.reasoning, source), objective_of(self.rl)
         if self.objective.kl_weight:
@@ -156,13 +158,13 @@ class OperationsPhase:
         )
         decided = reduce_over_processes(decided, processes, "sum")
         totals = Totals(max(decided.item(), 1.0), self.settings.episodes * size, self.rl.horizon)
-        return [
-            self._loss(rollouts, rewards, group.advantages_N * group.kept_N, group.kept_N, totals, sums)
-            for episodes, rollouts, rewards, group in made
-            for sums in [_measured(episodes, rollouts, rewards, group.groups, group.dropped_groups)]
-        ]
+        losses = []
+        for episodes, rollouts, rewards, group in made:
+            measured = _measured(episodes, rollouts, rewards, group.groups, group.dropped_groups)
+            losses += self._losses(rollouts, rewards, group.advantages_N * group.kept_N, group.kept_N, totals, measured)
+        return losses
 
-    def _loss(
+    def _losses(
         self,
         rollouts: Rollouts,
         rewards: Rewards,
@@ -170,16 +172,22 @@ class OperationsPhase:
         kept_R: Tensor,
         totals: Totals,
         measured: list[float],
-    ) -> Loss:
+    ) -> list[Loss]:
+        """The loss of the decisions; with separate passes then one for each pass over windows."""
         decisions = rollouts.decisions
         position_K, longest = _positions(decisions.row_K, len(rollouts.rows))
         all_rollouts = self.settings.episodes * self.rl.group_size
+        given, separate = rollouts.read, None  # given None: the loss reads all windows
+        assert given is not None
+        if self.settings.train == "all":
+            if self.settings.window_passes == "separate":
+                separate = SeparatePasses(rollouts.windows, given, len(self.measures), self.most_tokens)
+            given = None if separate is None else separate.read
 
         def loss(model: StageBModel) -> Outcome:
             heads = model.operations
             assert heads is not None
-            read = rollouts.read if self.settings.train == "own" else rollouts.windows.read(model)
-            assert read is not None
+            read = rollouts.windows.read(model) if given is None else given
             device = read.last_WD.device
             features = decisions.features(read)
             log_probs_KO = heads.log_probs(features, decisions.allowed_KO.to(device), self.rl.temperature)
@@ -190,7 +198,7 @@ class OperationsPhase:
                 return empty.index_put((decisions.row_K.to(device), position_K.to(device)), values_K)
 
             mask_RL = table(kept_R.to(device)[decisions.row_K.to(device)])
-            outcome = policy_loss(
+            found = policy_loss(
                 table(taken_K),
                 table(decisions.log_probs_K.to(device)),
                 advantages_R.to(device),
@@ -201,21 +209,21 @@ class OperationsPhase:
             value_K = heads.value(features.detach()).squeeze(1).float()
             error_K = (value_K - rewards.total_R.to(value_K)[decisions.row_K.to(device)]).square()
             errors = (table(error_K).sum(1) / table(torch.ones_like(error_K)).sum(1)).sum() / all_rollouts
-            total = outcome.loss + self.settings.value_weight * errors
+            total = found.loss + self.settings.value_weight * errors
             extra = [
-                outcome.loss.detach(),
+                found.loss.detach(),
                 torch.tensor(float(len(decisions.row_K))),
-                outcome.clipped_low,
-                outcome.clipped_high,
-                outcome.ratio,
+                found.clipped_low,
+                found.clipped_high,
+                found.ratio,
                 entropy(log_probs_KO.detach()).sum(),
                 errors.detach() * all_rollouts,
             ]
-            return Outcome(
-                total, torch.stack([torch.as_tensor(value).float().cpu() for value in [*measured, *extra]]).to(device)
-            )
+            sums = torch.stack([torch.as_tensor(value).float().cpu() for value in [*measured, *extra]]).to(device)
+            outcome = Outcome(total, sums)
+            return outcome if separate is None else separate.of_read(outcome, first=True)
 
-        return loss
+        return [loss] if separate is None else [loss, *separate.losses()]
 
     def record(self, sums: dict[str, float]) -> dict[str, float]:
         """Means per rollout, per group and per decision."""

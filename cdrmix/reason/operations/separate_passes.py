@@ -4,7 +4,8 @@ A loss that reads windows in several passes keeps the activations of all of them
 weight over the passes before ZeRO-3 can divide them among the processes. So the windows are read first without
 gradients. A loss of what was read gives the gradients with respect to that. Then every pass is made again, the last one
 first, and hands these gradients on: gradient caching, Gao et al. 2021 (arXiv 2101.06983), here also through the
-summaries that one window has of another. A pass that is made again has to give the same values.
+summaries that one window has of another. A pass that is made again has to give the same values. It need not have as
+many windows as before: `most_tokens` limits it.
 """
 
 from __future__ import annotations
@@ -15,20 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cdrmix.config.schema_reasoning import OfWindows, Reasoning
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.operations.windows import Read, Windows
 from cdrmix.training.objective import Outcome
+
+
+def most_tokens(reasoning: Reasoning, settings: OfWindows) -> int:
+    """The most tokens of a pass over several windows: those of all chunks of `micro_batch` episodes."""
+    return settings.micro_batch * reasoning.operations.chunks * (reasoning.chunk + 1)
 
 
 class SeparatePasses:
     """The windows of a micro-batch, read without gradients, and the losses that give them gradients.
 
     read: what was read, as leaves, of which the losses of the answers and of the decisions are made. measures: the
-    number of an outcome's sums.
+    number of an outcome's sums. tokens: the most of a pass over several windows.
     """
 
-    def __init__(self, windows: Windows, read: Read, measures: int) -> None:
-        self._windows, self._measures = windows, measures
+    def __init__(self, windows: Windows, read: Read, measures: int, tokens: int) -> None:
+        self._windows, self._measures, self._tokens = windows, measures, tokens
         tensors = (read.last_WD, read.keys_WS, read.queries_WS, read.summaries_NS)
         last_WD, keys_WS, queries_WS, summaries_NS = (each.detach().requires_grad_() for each in tensors)
         self.read = Read(last_WD, keys_WS, queries_WS, summaries_NS, read.ranges)
@@ -46,7 +53,11 @@ class SeparatePasses:
     def losses(self) -> list[Loss]:
         """A loss of value 0 for each pass over windows, to be evaluated in this order after the losses of `read` and
         their backward passes."""
-        return [self._loss(group) for group in reversed(self._windows.groups())]
+        passes = []
+        for group in self._windows.groups():
+            count = max(1, self._tokens // len(self._windows.all[group[0]].tokens))
+            passes += [group[begin : begin + count] for begin in range(0, len(group), count)]
+        return [self._loss(group) for group in reversed(passes)]
 
     def _loss(self, group: Sequence[int]) -> Loss:
         def loss(model: StageBModel) -> Outcome:

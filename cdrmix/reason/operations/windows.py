@@ -135,20 +135,11 @@ class Windows:
             groups[depths[number], len(window.tokens), window.end, window.marks, before].append(number)
         return [groups[shape] for shape in sorted(groups)]
 
-    def hidden_after(
-        self,
-        model: StageBModel,
-        chosen: Sequence[int],
-        tokens_WA: Tensor,
-        read: Read,
-        *,
-        again: bool = False,
-    ) -> Tensor:
-        """Hidden states [W, A + 1, D] of the chosen windows' last token and of the tokens after it. again: make a pass
-        also where there are no tokens after it, whose hidden states `read` has."""
+    def hidden_after(self, model: StageBModel, chosen: Sequence[int], tokens_WA: Tensor, read: Read) -> Tensor:
+        """Hidden states [W, A + 1, D] of the chosen windows' last token and of the tokens after it."""
         assert model.summary is not None
         device = read.last_WD.device
-        if not tokens_WA.shape[1] and not again:
+        if not tokens_WA.shape[1]:
             return read.last_WD[torch.tensor(chosen, device=device)][:, None]
         parts, order = [], []
         for indices in self.shapes(chosen, read):
