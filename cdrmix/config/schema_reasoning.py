@@ -261,20 +261,20 @@ class Policy(Phase):
     """Rollouts that a process makes at once, in whole groups: fewer need less memory. null: all of a step."""
 
 
-class OfWindows(Phase):
+class WindowPhase(Phase):
     """A phase whose loss reads the windows of the operations."""
 
     window_passes: Literal["together", "separate"] = "together"
     """How the windows of a micro-batch get their gradients. together: by one backward pass, for which all of them keep
-    their activations. separate: the gradients with respect to what was read without gradients come first, and then
-    every pass over windows of one shape has a backward pass of its own. That needs the memory of one pass, which has at
-    most as many tokens as the chunks of `micro_batch` episodes, and under ZeRO-3 a reduction of all gradients for each
-    pass, where the gradients of all weights are never whole in one process. In operations_imitation it needs one more
-    forward pass, because only rollouts have read their windows before. Without effect in operations with `train: own`,
-    which reads no window again."""
+    their activations. separate: the windows are read without gradients, and the loss gives the gradients of what was
+    read; then every pass over windows of one shape has a backward pass of its own. That needs the memory of one pass,
+    which has at most as many tokens as the chunks of `micro_batch` episodes, or one window. Under ZeRO-2 and ZeRO-3
+    each pass reduces all gradients; under ZeRO-3 the gradients of all weights are then never whole in one process. In
+    operations_imitation it needs one more forward pass, because only rollouts have read their windows before. Without
+    effect in operations with `train: own`, which reads no window again."""
 
 
-class OperationsImitation(OfWindows):
+class OperationsImitation(WindowPhase):
     """The phase of imitation of operations on memories."""
 
     key_temperature: PositiveFloat = 0.03
@@ -288,7 +288,7 @@ class OperationsImitation(OfWindows):
     """Share of the chunks without facts that are written to the index all the same. For ablations."""
 
 
-class Operations(OfWindows):
+class Operations(WindowPhase):
     """The phase of rollouts of the operations. The value head learns the rewards by squared error."""
 
     value_weight: NonNegativeFloat = 0.5

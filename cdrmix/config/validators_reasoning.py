@@ -7,6 +7,7 @@ from functools import partial
 from cdrmix.config.rule import Rule, Violation
 
 STEP_BUDGET = "reasoning.controller.step_budget"
+CHANGES_PASSES = ("model.feed_forward.router_jitter", "model.feed_forward.drop")  # repeated passes differ
 
 
 def _replay(name: str, replay: list[str]) -> Violation | None:
@@ -45,23 +46,17 @@ def _growth(growth_steps: int, steps: int, chunks: int | None, fewest: int) -> s
     return None
 
 
-def _same_again(passes: str, jitter: float, drop: bool) -> str | None:
-    if passes == "separate" and (jitter or drop):
+def _same_again(passes: str, jitter: float, drop: bool, train: str = "all") -> str | None:
+    if passes == "separate" and (jitter or drop) and train == "all":
         why = "model.feed_forward.drop" if drop else f"model.feed_forward.router_jitter={jitter}"
         return f"together with {why}, by which a repeated pass differs"
     return None
 
 
 RULES = (
-    *(
-        Rule(
-            (
-                f"reasoning.phases.{name}.window_passes",
-                *("model.feed_forward.router_jitter", "model.feed_forward.drop"),
-            ),
-            _same_again,
-        )
-        for name in ("operations_imitation", "operations")
+    Rule(("reasoning.phases.operations_imitation.window_passes", *CHANGES_PASSES), _same_again),
+    Rule(
+        ("reasoning.phases.operations.window_passes", *CHANGES_PASSES, "reasoning.phases.operations.train"), _same_again
     ),
     Rule(("reasoning.controller.write_strengths", "reasoning.controller.max_branches"), _write_strengths),
     Rule(("reasoning.acceptance.chunks", STEP_BUDGET, "reasoning.phases.acceptance.steps"), _within_budget),

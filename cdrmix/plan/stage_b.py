@@ -212,10 +212,12 @@ def _share(episodes: int, processes: int) -> int:
 
 def _micro_batches(reasoning: Reasoning, name: str, processes: int) -> int:
     section = getattr(reasoning.phases, name)
-    rows = _share(section.episodes, processes)
+    rows, micro_batch = _share(section.episodes, processes), section.micro_batch
     if name in ("imitation", "policy"):
         rows *= _turns(reasoning, name)
-    return 1 if name == "acceptance" else -(-rows // section.micro_batch)
+    elif name == "operations":
+        micro_batch = max(1, micro_batch // reasoning.rl.group_size)  # questions
+    return 1 if name == "acceptance" else -(-rows // micro_batch)
 
 
 def _turns(reasoning: Reasoning, name: str) -> int:
@@ -261,13 +263,16 @@ def updates_of(config: Config, name: str, processes: int) -> Iterator[Work]:
             passes = Sequences(rows, begin + rest, written, objective)
             yield Work(passes, key, rows, f"{rows} turns of {begin + rest + written} tokens")
         elif each == "operations_imitation" or (each == "operations" and section.train == "all"):
-            rows, size = section.micro_batch, 1
-            if each == "operations":
+            separate = section.window_passes == "separate"
+            if each == "operations_imitation":
+                rows = min(section.micro_batch, share)
+                windows = _demonstrated(reasoning, rows)
+            else:
                 size = reasoning.rl.group_size
-                rows = size * max(1, rows // size)
-            windows = (_rolled_out if each == "operations" else _demonstrated)(reasoning, min(rows, size * share))
-            if section.window_passes == "separate":
-                yield from _separate(windows, key, rows, most_tokens(reasoning, section))
+                rows = size * min(max(1, section.micro_batch // size), share)
+                windows = _rolled_out(reasoning, rows, separate=separate)
+            if separate:
+                yield from _separate(windows, key, section.micro_batch, most_tokens(reasoning, section))
                 continue
             count, longest = sum(number for number, _ in windows.passes), max(length for _, length in windows.passes)
             yield Work(windows, key, rows, f"{count} windows of at most {longest} tokens")
@@ -284,32 +289,47 @@ def _demonstrated(reasoning: Reasoning, episodes: int) -> Windows:
     passes.append((episodes, spliced * reasoning.chunk + asked + source.answer - 1))
     imitation = reasoning.phases.operations_imitation
     summarises = imitation.summarised and imitation.summarised_batches
-    summaries = -(-reasoning.chunk // reasoning.memory.summary_stride) if summarises else 0
-    return Windows(tuple(passes), summaries, source.answer)
+    return Windows(tuple(passes), _summaries(reasoning) if summarises else 0, source.answer)
 
 
-def _rolled_out(reasoning: Reasoning, rollouts: int) -> Windows:
-    """All windows of so many rollouts of which no two read the same: their chunks without others in front, and then
-    those of as many chunks as the budget and the horizon allow, each with 1, 2, ... `max_spliced` others in front."""
-    chunks, chunk, costs = reasoning.operations.chunks, reasoning.chunk, reasoning.rl.costs
+def _rolled_out(reasoning: Reasoning, rollouts: int, *, separate: bool) -> Windows:
+    """The windows of so many rollouts, if no two of them read the same window: of each chunk alone, and with 1, 2, ...
+    `max_spliced` others in front. separate: the most windows of each shape, which no rollout has of all shapes."""
+    chunks, chunk = reasoning.operations.chunks, reasoning.chunk
     spliced = min(reasoning.memory.max_spliced, chunks)
-    full = -(-(reasoning.rl.horizon - chunks - 1) // (spliced + 1))
-    if cost := costs.retrieve + spliced * costs.splice_window:
-        full = min(full, math.ceil(reasoning.controller.step_budget / cost))
-    full = rollouts * min(full, chunks + 1)
     passes = [(rollouts * (chunks + 1), chunk + 1)]
-    if full:
-        passes += [(full, (before + 1) * chunk + 1) for before in range(1, spliced + 1)]
-    return Windows(tuple(passes), 0, 0)
+    for before in range(1, spliced + 1):
+        windows = _with_spliced(reasoning, before if separate else spliced)
+        if windows:
+            passes.append((rollouts * windows, (before + 1) * chunk + 1))
+    return Windows(tuple(passes), _rolled_summaries(reasoning), 0)
 
 
-def _separate(windows: Windows, key: str, episodes: int, most: int) -> Iterator[Work]:
-    """The passes of windows one by one, each of at most so many tokens: the first one, and the last one, which has the
-    longest windows."""
-    for (count, length), answer in ((windows.passes[0], 0), (windows.passes[-1], windows.answer)):
-        rows = min(count, max(1, most // length))
-        passes = Windows(((rows, length),), windows.summaries, answer)
-        yield Work(passes, key, episodes, f"{rows} windows of {length} tokens")
+def _with_spliced(reasoning: Reasoning, spliced: int) -> int:
+    """The most chunks of a rollout that can have so many others in front: the budget and the horizon allow no more."""
+    chunks, costs = reasoning.operations.chunks, reasoning.rl.costs
+    most = min(chunks + 1, math.ceil((reasoning.rl.horizon - chunks - 1) / (spliced + 1)))
+    cost = costs.retrieve + spliced * costs.splice_window
+    return most if cost == 0 else min(most, math.ceil(reasoning.controller.step_budget / cost))
+
+
+def _summaries(reasoning: Reasoning) -> int:
+    """The summaries of a chunk, which can stand in front of the next window."""
+    return -(-reasoning.chunk // reasoning.memory.summary_stride)
+
+
+def _rolled_summaries(reasoning: Reasoning) -> int:
+    """The summaries in front of a window of a rollout, which may summarise if its budget allows that once."""
+    return _summaries(reasoning) if reasoning.rl.costs.summarize <= reasoning.controller.step_budget else 0
+
+
+def _separate(windows: Windows, key: str, micro_batch: int, most: int) -> Iterator[Work]:
+    """The passes of windows one by one, each of at most so many tokens or one window."""
+    last = len(windows.passes) - 1
+    for number, (count, length) in enumerate(windows.passes):
+        rows = min(count, max(1, most // (length + windows.summaries)))
+        passes = Windows(((rows, length),), windows.summaries, windows.answer if number == last else 0)
+        yield Work(passes, key, micro_batch, f"{rows} windows of {length} tokens")
 
 
 def rollouts_of(config: Config, name: str, processes: int) -> Iterator[Work]:
@@ -353,6 +373,6 @@ def rollouts_of(config: Config, name: str, processes: int) -> Iterator[Work]:
             micro = phases.operations.micro_batch
             rows = min(size * max(1, micro // size), size * _share(phases.operations.episodes, processes))
             longest = min(reasoning.memory.max_spliced, reasoning.operations.chunks) + 1
-            passes = Windows(((rows, longest * reasoning.chunk + 1),), 0, 0)
+            passes = Windows(((rows, longest * reasoning.chunk + 1),), _rolled_summaries(reasoning), 0)
             what = f"{rows} windows of {longest * reasoning.chunk + 1} tokens"
             yield Work(passes, "reasoning.phases.operations.micro_batch", rows, what)

@@ -33,8 +33,8 @@ class Lockstep:
 
         Other collectives within the block would wait for processes that wait for passes. An error ends the wait of the
         others when this process ends. Yields a list, in which the hidden states [1, 1, D] of the further passes are
-        when the block has ended; a backward pass has to go through them as well. least: the fewest passes, also where
-        none needs the others.
+        when the block has ended; a backward pass has to go through them as well. least: the fewest passes, also
+        without a world.
         """
         further: list[Tensor] = []
         made = 0

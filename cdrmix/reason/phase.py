@@ -134,23 +134,24 @@ class PhaseObjective:
     def forward(self, engine: Engine, micro_batch: Loss, *, last: bool) -> Outcome:
         """The phase's loss on the engine's model."""
         if self._varies and not self._gathers:
-            engine.gathering.gather_first(self._model, outside_blocks(self._model))
+            engine.gathering.gather_first(self._model, _perhaps_unused(self._model))
             self._gathers = True
         loss = self._together(engine, micro_batch) if self._varies else micro_batch
         outcome: Outcome = engine.evaluate(loss, last=last)
         return outcome
 
     def _together(self, engine: Engine, micro_batch: Loss) -> Loss:
-        """The loss with gradients of all parameters, and where passes need the others with as many as any process has.
+        """The loss with a gradient of every trained parameter. Where passes need the other processes, it makes as many
+        of them as the process that makes most.
 
         ZeRO fills its messages with gradients in the order in which they are there, and this order has to be the same
-        in all processes. That of the blocks is. The gradients of what is outside of them are last, in the order of the
-        model, because autograd goes back to what was computed first at the end.
+        in all processes. That of the blocks is. The gradients of what a pass need not reach are last, in the order of
+        the model, because autograd goes back to what was computed first at the end.
         """
 
         def loss(model: StageBModel) -> Outcome:
             engine.gathering.forget_trace()
-            nothing = sum(0.0 * each.float().sum() for each in outside_blocks(model) if each.requires_grad)
+            nothing = sum(0.0 * each.float().sum() for each in _perhaps_unused(model) if each.requires_grad)
             with self._lockstep(model.language_model, least=1) as further:
                 outcome = micro_batch(model)
             return outcome._replace(total=outcome.total + nothing + sum(0.0 * each.float().sum() for each in further))
@@ -206,6 +207,16 @@ def _padded(losses: list[Loss], world: DistributedContext, further: Loss | None)
 def outside_blocks(model: StageBModel) -> list[nn.Parameter]:
     """The parameters of the tables, the norms and the heads: of modules that a phase calls by themselves."""
     return [each for name, each in model.named_parameters() if not name.startswith("language_model.blocks.")]
+
+
+def _perhaps_unused(model: StageBModel) -> list[nn.Parameter]:
+    """The parameters without a gradient in some passes of the language model: those outside of the blocks, and the
+    rates of fast weights, whose updates take effect in the next chunk."""
+    return [
+        each
+        for name, each in model.named_parameters()
+        if not name.startswith("language_model.blocks.") or (".plastic." in name and name.endswith(".rate"))
+    ]
 
 
 def freeze(model: nn.Module, phase: Phase) -> None:

@@ -53,7 +53,7 @@ from cdrmix.training.gathered import Gathering
 from cdrmix.training.master_weights import MasterWeights
 from cdrmix.training.model_weights import ModelWeights
 from cdrmix.training.muon import OrthogonalizedMomentum
-from cdrmix.training.offload import HostGradients, move_state
+from cdrmix.training.offload import HostGradients, move_state, offload_late_gradients
 from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.training.optimizer_state import Held, SavedPieces, load_pieces, pieces
 from cdrmix.training.owners import Owners
@@ -297,8 +297,7 @@ class Engine:
             self._discard()
             applied, self.gradient_norm = False, math.inf
         else:
-            if self._host_gradients is not None:
-                self._host_gradients.finish()
+            self._finish_gradients()
             self._engine.step()  # skips the update where the norm is not finite
             applied = self._engine.was_step_applied()
             self.gradient_norm = float(self._engine.get_global_grad_norm()) if applied else math.inf
@@ -313,12 +312,17 @@ class Engine:
                 self.average.update(self._weights.local())
         return applied
 
+    def _finish_gradients(self) -> None:
+        if self._host_gradients is not None:
+            self._host_gradients.finish()
+        elif self._offloads:
+            offload_late_gradients(self._engine.optimizer)
+
     def _discard(self) -> None:
         # DeepSpeed skips an update whose norm is not finite, and then clears what it has accumulated.
         zero: Any
         zero, infinite = self._engine.optimizer, torch.full((), math.inf, device=self.world.device)
-        if self._host_gradients is not None:
-            self._host_gradients.finish()
+        self._finish_gradients()
         name, found = ("_get_norm_groups", [infinite]) if self.stage == 3 else ("scaled_global_norm", infinite)
         before = vars(zero).get(name)  # of `extend_over`
         setattr(zero, name, lambda: found)
@@ -339,6 +343,7 @@ class Engine:
             zero = self._engine.optimizer
             zero.grad_partitions_flat_buffer.zero_()
             if self._offloads:
+                zero.reset_cpu_buffers()
                 for flat in zero.fp32_partitioned_groups_flat:
                     flat.grad.zero_()
 

@@ -74,6 +74,20 @@ class HostGradients:
         return self._zero.single_partition_of_fp32_groups[group].grad[target : target + count], source
 
 
+def offload_late_gradients(zero: Any) -> None:
+    """Gives DeepSpeed's step of stage 3 the gradients of parameters that have none in the step's last micro-batch.
+
+    DeepSpeed moves the sum of a gradient to main memory when the last micro-batch adds to it, and only then.
+    """
+    moved = zero.norm_for_param_grads
+    zero._offload_boundary_param_ids = {
+        parameter.ds_id
+        for parameter in itertools.chain.from_iterable(zero.fp16_groups)
+        if parameter.ds_id in zero._offload_boundary_param_ids and zero.get_param_id(parameter) not in moved
+    }
+    zero._finalize_offload_gradient_accumulation()
+
+
 def _norm(values: Tensor) -> Tensor:
     """The norm of a flat tensor on the CPU, summed in an order that the number of threads does not change."""
     whole = len(values) // ROW * ROW

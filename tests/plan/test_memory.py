@@ -19,7 +19,7 @@ from cdrmix.plan.machine import Machine, host_memory, machine_for
 from cdrmix.plan.memory import memory_of
 from cdrmix.plan.optimizer import optimizer_size
 from cdrmix.plan.parameters import count_parameters
-from cdrmix.plan.stage_b import phases_of
+from cdrmix.plan.stage_b import phases_of, updates_of
 from cdrmix.plan.stage_b_fit import check_phases
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -151,6 +151,25 @@ def test_separate_passes_need_the_memory_of_the_largest_pass(name: str) -> None:
         assert phase.moment == "update"
         needed.append(sum(part.bytes for part in phase.memory.components if part.name in ("activations", "working")))
     assert needed[1] < needed[0] - 4 * count_parameters(config.cdrmix_model).total_stored
+
+
+def test_passes_over_windows_of_rollouts_are_as_small_as_the_setting_says() -> None:
+    """Also below the size of a group; and summaries in front of the windows count."""
+    keys = ["reasoning.rl.group_size=8", "reasoning.phases.operations={steps: 1, episodes: 8, train: all}"]
+    found = []
+    for micro_batch, stride in ((8, 8), (4, 8), (2, 8), (2, 1)):
+        own = [f"reasoning.phases.operations.micro_batch={micro_batch}", f"reasoning.memory.summary_stride={stride}"]
+        separate = "reasoning.phases.operations.window_passes=separate"
+        config = config_of("cdrmix-reason-tiny", *IDS, *keys, *own, separate)
+        works = list(updates_of(config, "operations", 1))
+        assert {work.value for work in works} == {micro_batch}
+        found.append(max(work.passes.all_tokens for work in works))
+        assert config.reasoning is not None
+        chunk = config.reasoning.chunk
+        longest = (min(config.reasoning.memory.max_spliced, config.reasoning.operations.chunks) + 1) * chunk + 1
+        most = micro_batch * config.reasoning.operations.chunks * (chunk + 1)
+        assert found[-1] <= max(most, longest + chunk // stride)
+    assert found[0] > found[1] > found[2] < found[3]
 
 
 def test_the_update_of_the_policy_has_the_turns_of_its_own_chunks() -> None:

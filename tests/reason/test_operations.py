@@ -373,8 +373,10 @@ def test_rollouts_read_in_separate_passes_give_the_gradients_of_one_loss() -> No
 def test_passes_that_would_differ_when_repeated_are_not_separate(setting: str, phase: str) -> None:
     keys = ["model.feed_forward={hidden: 32, kind: moe, experts: 2, top_k: 1}", f"model.feed_forward.{setting}"]
     assert config_of(*keys)
+    keys.append(f"reasoning.phases.{phase}.window_passes=separate")
     with pytest.raises(ConfigError, match=r"allowed: together with model\.feed_forward\.(router_jitter=0\.1|drop), by"):
-        config_of(*keys, f"reasoning.phases.{phase}.window_passes=separate")
+        config_of(*keys, f"reasoning.phases.{phase}.train=all")
+    assert phase == "operations_imitation" or config_of(*keys), "rollouts with `train: own` read no window again"
 
 
 def test_an_overflow_in_separate_passes_is_of_the_gradients_alone() -> None:

@@ -43,7 +43,7 @@ REASONING: dict[str, Any] = {
         "operations_imitation": PHASE
         | {"train": "all", "replay": ["text"], "summarised": 0.4, "summarised_batches": 1.0},
         "operations": PHASE | {"train": "all"},
-        "joint": PHASE,
+        "joint": PHASE | {"replay": ["operations_imitation"]},
     },
     "evaluation": {"chunks": [2], "episodes": 4},
 }
@@ -164,14 +164,33 @@ def test_the_sharded_model_rolls_out_as_a_copy_does(train: Train, monkeypatch: p
 @pytest.mark.parametrize(("phase", "stages"), [("operations_imitation", (0, 1, 2, 3)), ("operations", (2, 3))])
 def test_windows_in_separate_passes_are_trained_as_together(train: Train, phase: str, stages: tuple[int, ...]) -> None:
     """Processes have different numbers of passes, and the gradients of several micro-batches and of text are added."""
-    none = [f"reasoning.phases.{name}.steps=0" for name in REASONING["phases"] if name != phase]
-    section = f"reasoning.phases.{phase}"
-    keys = (*none, f"{section}.micro_batch=1", f"{section}.train=all", "train.precision=fp32")
+    keys, separate = separate_keys(phase)
     together = train("together", "train.zero_stage=0", *keys)
-    separate = f"{section}.window_passes=separate"
     for stage in stages:
         check_equal(train(f"separate {stage}", separate, f"train.zero_stage={stage}", *keys), together)
     check_equal(train("experts", separate, "train.zero_stage=3", "train.expert_parallel=2", *keys), together)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["operations_imitation", "operations"])
+def test_gradients_of_earlier_passes_reach_the_offloaded_optimizer(train: Train, phase: str) -> None:
+    """The last pass of a step gives the operations' heads no gradient."""
+    keys, separate = separate_keys(phase)
+    together = train("together", "train.zero_stage=0", *keys, processes=1)
+    offload = ("train.zero_stage=3", "train.offload=all")
+    check_equal(train("offload", separate, *offload, *keys, processes=1), together)
+
+
+def separate_keys(phase: str) -> tuple[tuple[str, ...], str]:
+    """Settings for a phase with several micro-batches, and the one for separate passes. A step of imitation precedes
+    operations: heads of zeros have no gradients for the language model."""
+    used = {"operations_imitation", phase}
+    none = [f"reasoning.phases.{name}.steps=0" for name in REASONING["phases"] if name not in used]
+    section = f"reasoning.phases.{phase}"
+    keys = (*none, f"{section}.micro_batch=1", f"{section}.train=all", "train.precision=fp32")
+    if phase == "operations":
+        keys += tuple(f"reasoning.phases.operations_imitation.{each}" for each in ("steps=1", "learning_rate=0.1"))
+    return keys, f"{section}.window_passes=separate"
 
 
 @pytest.mark.slow
@@ -240,28 +259,39 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.read: list[int] = []
+        self.weight = nn.Parameter(torch.zeros(1))  # whose device is that of the passes
 
     def forward(self, ids_BT: torch.Tensor) -> Output:
         self.read.append(ids_BT.numel())
         return Output(torch.zeros(*ids_BT.shape, 1), None, None, None)
 
 
-@given(st.integers(0, 4), st.integers(0, 4))
+@given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 2))
 @settings(max_examples=10, deadline=None)
-def test_whoever_has_fewer_passes_makes_passes_of_one_token(first: int, second: int) -> None:
+def test_whoever_has_fewer_passes_makes_passes_of_one_token(first: int, second: int, least: int) -> None:
     world, models = TwoProcesses(), [Counting(), Counting()]
 
     def work(model: Counting, passes: int) -> int:
-        with Lockstep(world)(model) as further:  # type: ignore[arg-type]
+        with Lockstep(world)(model, least) as further:  # type: ignore[arg-type]
             for _ in range(passes):
                 model(torch.zeros(2, 3, dtype=torch.int64))
         return len(further)
 
     with ThreadPoolExecutor(2) as threads:
         further = list(threads.map(work, models, (first, second)))
-    most = max(first, second)
+    most = max(first, second, least)
     assert further == [most - first, most - second]
     assert [model.read for model in models] == [[6] * count + [1] * (most - count) for count in (first, second)]
+
+
+@pytest.mark.parametrize("made", [0, 1, 2])
+def test_alone_a_process_makes_no_more_than_the_fewest_passes(made: int) -> None:
+    model = Counting()
+    with Lockstep()(model, least=1) as further:  # type: ignore[arg-type]
+        for _ in range(made):
+            model(torch.zeros(2, 3, dtype=torch.int64))
+    assert len(further) == max(1 - made, 0)
+    assert len(model.read) == max(made, 1)
 
 
 def test_every_process_needs_episodes_before_anything_is_trained(reasoning: Path) -> None:

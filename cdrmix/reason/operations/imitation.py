@@ -19,7 +19,7 @@ from cdrmix.reason.heads import RETRIEVE
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.operations.policy import is_trained
 from cdrmix.reason.operations.rollout import Reader, Rollouts
-from cdrmix.reason.operations.separate_passes import SeparatePasses, most_tokens
+from cdrmix.reason.operations.separate_passes import SeparatePasses, most_tokens, parts
 from cdrmix.reason.operations.windows import Read
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.training.objective import Outcome
@@ -90,7 +90,7 @@ class OperationsImitationPhase:
         passes = SeparatePasses(windows, read, len(self.measures), self.most_tokens)
         nothing = [torch.zeros(())] * CHOICES
 
-        def of_answers(rows: list[int], first: bool) -> Loss:
+        def of_answers(rows: Sequence[int], first: bool) -> Loss:
             def loss(model: StageBModel) -> Outcome:
                 total, right = self._answers(model, passes.read, made, rows)
                 chosen = nothing
@@ -101,7 +101,12 @@ class OperationsImitationPhase:
 
             return loss
 
-        groups = windows.shapes(made.shown.final_R.tolist(), read)
+        final, further = made.shown.final_R.tolist(), made.episodes.answer_BA.shape[1] - 1
+        groups = [
+            part
+            for rows in windows.shapes(final, read)
+            for part in parts(rows, windows.length(final[rows[0]], read) + further, self.most_tokens)
+        ]
         return [of_answers(rows, number == 0) for number, rows in enumerate(groups)] + passes.losses()
 
     def _outcome(self, made: _Demonstrated, total: Tensor, sums: list[Tensor]) -> Outcome:

@@ -177,17 +177,17 @@ class OperationsPhase:
         decisions = rollouts.decisions
         position_K, longest = _positions(decisions.row_K, len(rollouts.rows))
         all_rollouts = self.settings.episodes * self.rl.group_size
-        given, separate = rollouts.read, None  # given None: the loss reads all windows
-        assert given is not None
+        known, separate = rollouts.read, None  # known None: the loss reads all windows itself
+        assert known is not None
         if self.settings.train == "all":
             if self.settings.window_passes == "separate":
-                separate = SeparatePasses(rollouts.windows, given, len(self.measures), self.most_tokens)
-            given = None if separate is None else separate.read
+                separate = SeparatePasses(rollouts.windows, known, len(self.measures), self.most_tokens)
+            known = None if separate is None else separate.read
 
         def loss(model: StageBModel) -> Outcome:
             heads = model.operations
             assert heads is not None
-            read = rollouts.windows.read(model) if given is None else given
+            read = rollouts.windows.read(model) if known is None else known
             device = read.last_WD.device
             features = decisions.features(read)
             log_probs_KO = heads.log_probs(features, decisions.allowed_KO.to(device), self.rl.temperature)

@@ -16,15 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema_reasoning import OfWindows, Reasoning
+from cdrmix.config.schema_reasoning import Reasoning, WindowPhase
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.operations.windows import Read, Windows
 from cdrmix.training.objective import Outcome
 
 
-def most_tokens(reasoning: Reasoning, settings: OfWindows) -> int:
+def most_tokens(reasoning: Reasoning, settings: WindowPhase) -> int:
     """The most tokens of a pass over several windows: those of all chunks of `micro_batch` episodes."""
     return settings.micro_batch * reasoning.operations.chunks * (reasoning.chunk + 1)
+
+
+def parts(rows: Sequence[int], length: int, most: int) -> list[Sequence[int]]:
+    """The rows, of so many tokens each, in parts of at most `most` tokens or one row."""
+    count = max(1, most // length)
+    return [rows[begin : begin + count] for begin in range(0, len(rows), count)]
 
 
 class SeparatePasses:
@@ -53,11 +59,12 @@ class SeparatePasses:
     def losses(self) -> list[Loss]:
         """A loss of value 0 for each pass over windows, to be evaluated in this order after the losses of `read` and
         their backward passes."""
-        passes = []
-        for group in self._windows.groups():
-            count = max(1, self._tokens // len(self._windows.all[group[0]].tokens))
-            passes += [group[begin : begin + count] for begin in range(0, len(group), count)]
-        return [self._loss(group) for group in reversed(passes)]
+        passes = [
+            part
+            for group in self._windows.groups()
+            for part in parts(group, self._windows.length(group[0], self.read), self._tokens)
+        ]
+        return [self._loss(part) for part in reversed(passes)]
 
     def _loss(self, group: Sequence[int]) -> Loss:
         def loss(model: StageBModel) -> Outcome:

@@ -152,6 +152,11 @@ class Windows:
             order += indices
         return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
 
+    def length(self, number: int, read: Read) -> int:
+        """Tokens of a window, and the summaries in front of it."""
+        window = self.all[number]
+        return len(window.tokens) + (read.ranges[window.memory][1] if window.memory >= 0 else 0)
+
     def shapes(self, chosen: Sequence[int], read: Read) -> list[list[int]]:
         """The positions in `chosen` of windows of one shape: with as many tokens, and as many summaries in front."""
         shapes: dict[tuple[int, int], list[int]] = {}
