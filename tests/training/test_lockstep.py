@@ -195,10 +195,17 @@ def separate_keys(phase: str) -> tuple[tuple[str, ...], str]:
 
 @pytest.mark.slow
 def test_passes_of_other_kinds_give_their_gradients_in_the_same_order(train: Train) -> None:
-    """In processes of which some have summaries in front of their windows and some not."""
-    none = [f"reasoning.phases.{name}.steps=0" for name in REASONING["phases"] if name != "operations_imitation"]
+    """In processes of which some have summaries in front of their windows and some not; and in a joint step also where
+    some have windows of several chunks of fast weights and some not."""
+    used = ("operations_imitation", "joint")
+    none = [f"reasoning.phases.{name}.steps=0" for name in REASONING["phases"] if name not in used]
     section = "reasoning.phases.operations_imitation"
-    mixed = (f"{section}.micro_batch=1", f"{section}.summarised_batches=0.5", f"{section}.steps=4")
+    mixed = (
+        f"{section}.micro_batch=1",
+        f"{section}.summarised_batches=0.5",
+        f"{section}.steps=4",
+        "reasoning.phases.joint.steps=2",
+    )
     keys = (*none, *mixed, "train.precision=fp32")
     whole = train("whole", "train.zero_stage=0", *keys)
     for stage in (2, 3):
