@@ -139,7 +139,7 @@ def test_zero_3_keeps_no_casts_of_the_weights_of_other_blocks() -> None:
     assert working[1] == pytest.approx(working[0], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["operations_imitation", "operations"])
+@pytest.mark.parametrize("name", ["operations_imitation", pytest.param("operations", marks=pytest.mark.slow)])
 def test_separate_passes_need_the_memory_of_the_largest_pass(name: str) -> None:
     """Together, the gradients of all weights are whole under ZeRO-3, and all windows keep their activations."""
     keys = ["train.zero_stage=3", f"reasoning.phases.{name}={{steps: 1, episodes: 32, train: all}}"]
