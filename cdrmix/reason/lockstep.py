@@ -39,18 +39,21 @@ class Lockstep:
         further: list[Tensor] = []
         made = 0
 
-        def announce(*_: object) -> None:
+        def announce(another: bool) -> bool:
+            """Tells the others whether this process makes another pass. Returns whether any process does."""
+            return another if self.world is None else self.world.any(another)
+
+        def before_pass(*_: object) -> None:
             nonlocal made
             made += 1
-            if self.world is not None:
-                self.world.any(True)
+            announce(True)
 
-        announced = model.register_forward_pre_hook(announce, prepend=True)
+        announced = model.register_forward_pre_hook(before_pass, prepend=True)
         try:
             yield further
         finally:
             announced.remove()
-        while made < least if self.world is None else self.world.any(made < least):
-            device = next(model.parameters()).device if self.world is None else self.world.device
-            further.append(model(torch.zeros(1, 1, dtype=torch.int64, device=device)).hidden_BTD)
+        ids_11 = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+        while announce(made < least):
+            further.append(model(ids_11).hidden_BTD)
             made += 1

@@ -369,15 +369,15 @@ MUTATIONS = (
     Mutation(
         "lockstep: a process that has ended its rollouts does not wait for the others",
         "cdrmix/reason/lockstep.py",
-        "self.world.any(made < least):\n",
-        "False:\n",
+        "        while announce(made < least):\n",
+        "        while False:\n",
         ("tests/training/test_lockstep.py::test_whoever_has_fewer_passes_makes_passes_of_one_token",),
     ),
     Mutation(
         "lockstep: passes are not announced as such",
         "cdrmix/reason/lockstep.py",
-        "                self.world.any(True)\n",
-        "                self.world.any(False)\n",
+        "            announce(True)\n",
+        "            announce(False)\n",
         ("tests/training/test_lockstep.py::test_whoever_has_fewer_passes_makes_passes_of_one_token",),
     ),
     Mutation(

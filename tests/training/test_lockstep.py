@@ -242,8 +242,6 @@ def test_a_killed_run_resumes_with_the_same_bits(train: Train) -> None:
 class TwoProcesses:
     """What a Lockstep needs of a DistributedContext, for two threads. A thread that waits alone fails."""
 
-    device = torch.device("cpu")
-
     def __init__(self) -> None:
         self._flags: list[bool] = []
         self._found = False

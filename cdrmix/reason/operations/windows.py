@@ -161,7 +161,5 @@ class Windows:
         """The positions in `chosen` of windows of one shape: with as many tokens, and as many summaries in front."""
         shapes: dict[tuple[int, int], list[int]] = {}
         for index, number in enumerate(chosen):
-            window = self.all[number]
-            summaries = read.ranges[window.memory][1] if window.memory >= 0 else 0
-            shapes.setdefault((len(window.tokens), summaries), []).append(index)
+            shapes.setdefault((len(self.all[number].tokens), self.length(number, read)), []).append(index)
         return list(shapes.values())
