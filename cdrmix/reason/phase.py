@@ -16,13 +16,10 @@ from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.lockstep import Lockstep
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.registry import Registry
-from cdrmix.training.callbacks import Callback
-from cdrmix.training.distributed import DistributedContext, join
-from cdrmix.training.engine import Engine, make_engine
-from cdrmix.training.metrics import PhaseRecord, Record
+from cdrmix.training.distributed import DistributedContext
+from cdrmix.training.engine import Engine
+from cdrmix.training.metrics import PhaseRecord
 from cdrmix.training.objective import Outcome, StepFacts, StepTotals
-from cdrmix.training.threads import ThreadChoice
-from cdrmix.training.trainer import Trainer
 
 
 class Phase(Protocol):
@@ -226,37 +223,3 @@ def freeze(model: nn.Module, phase: Phase) -> None:
         parameter.requires_grad_(phase.trains(name))
         trained |= parameter.requires_grad
     assert trained, f"{phase.name} trains no parameter of this model"
-
-
-def train_alone(
-    config: Config, model: StageBModel, phase: Phase, say: Callable[[str], None] | None = None
-) -> list[dict[str, float]]:
-    """Trains a model of an experiment by a phase, in this process and without a run folder or checkpoints.
-
-    config: from `phase_config`. say: prints the measures of every tenth of the steps. Returns the records of all steps.
-    """
-    config = config.model_copy(update={"train": config.train.model_copy(update={"log_every": 1})})
-    world = join(config)
-    freeze(model, phase)
-    engine = make_engine(config, model, world)
-    history = _History(phase.name, config.train.steps, say)
-    threads = ThreadChoice([torch.get_num_threads()], print)
-    objective = PhaseObjective(phase, model, world)
-    Trainer(config.train, engine, objective, threads, callbacks=[history]).fit()
-    return history.records
-
-
-class _History(Callback):
-    """Stores the measures of every step, and prints those of every tenth of the steps."""
-
-    def __init__(self, phase: str, steps: int, say: Callable[[str], None] | None) -> None:
-        self._phase, self._period, self._say = phase, max(steps // 10, 1), say
-        self.records: list[dict[str, float]] = []
-
-    def on_record(self, record: Record) -> None:
-        """One step."""
-        assert isinstance(record, PhaseRecord)
-        self.records.append(record.measures)
-        if self._say is not None and record.phase_step % self._period == 0:
-            figures = ", ".join(f"{name} {value:.3f}" for name, value in record.measures.items())
-            self._say(f"  {self._phase}, step {record.phase_step}: {figures}")

@@ -46,7 +46,7 @@ from cdrmix.inference.checkpoints import (
     optimizer_files,
     shapes_mismatch,
 )
-from cdrmix.run_folder import RunFolder, check_text
+from cdrmix.run_folder import check_text
 from cdrmix.training.checkpoint_writer import WHEN_FULL, CheckpointWriter, Contents
 from cdrmix.training.copies import HostCopies, on_cpu
 from cdrmix.training.distributed import DistributedContext
@@ -132,6 +132,17 @@ def save_checkpoint(
     )
 
 
+class Store(Protocol):
+    """Where checkpoints are kept, such as a RunFolder."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder."""
+
+    def note(self, text: str) -> None:
+        """Adds a line to the log."""
+
+
 class Mirroring(Protocol):
     """Copies checkpoints to a second store in the background."""
 
@@ -152,7 +163,7 @@ class Saver:
         self,
         engine: Engine,
         config: Config,
-        run: RunFolder,
+        run: Store,
         shards: Fingerprints,
         latest: Path | None,
         mirror: Mirroring | None = None,

@@ -247,7 +247,7 @@ def test_kills_restarts_and_a_second_watcher(
     assert "it is not tried again" in rows_of(run)[-1]["reason"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_with_a_watcher_that_is_killed_and_resumed_has_the_same_weights(
     toy_run: Path, tmp_path: Path, arguments: Callable[..., list[str]], start: Callable[..., Forked]
 ) -> None:

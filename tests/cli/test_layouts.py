@@ -67,7 +67,10 @@ def straight(arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long) if len(moves) > 2 else name for name, (moves, _) in MOVES.items()],
+)
 def test_a_run_goes_on_in_other_layouts(arguments: Arguments, tmp_path: Path, straight: Path, name: str) -> None:
     moves, told = MOVES[name]
     run = tmp_path / straight.name

@@ -76,7 +76,7 @@ def written(folder: Path, text: Path, *parts: str, **values: object) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stage_b_begins_with_public_weights(
     weights: Path, toy_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

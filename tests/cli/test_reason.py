@@ -113,7 +113,7 @@ def test_an_exported_model_has_adapters_and_heads(finished: Path) -> None:
     "phase",
     [
         pytest.param("acceptance", marks=pytest.mark.long),
-        "policy",
+        pytest.param("policy", marks=pytest.mark.long),
         "operations",
         pytest.param("joint", marks=pytest.mark.long),
     ],
@@ -139,10 +139,8 @@ def test_killed_in_a_phase_and_resumed(finished: Path, arguments: Arguments, pha
     assert main(["compare", str(finished), str(killed)]) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage", [pytest.param(1, marks=pytest.mark.long), 3]
-)  # 1 is that of auto; at 3 rollouts need a copy of the model
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 3])  # 1 is that of auto; at 3 rollouts need a copy of the model
 def test_two_processes_divide_a_phase(arguments: Arguments, stage: int, tmp_path: Path) -> None:
     steps = [f"reasoning.phases.{name}.steps=2" for name in PHASES]
     overrides = arguments(*REASON, *steps, f"run.root={tmp_path}", f"train.zero_stage={stage}")

@@ -16,7 +16,7 @@ Training = Callable[[Config, int, float], Config]
 
 @pytest.fixture
 def training() -> Training:
-    """`training(config, steps, learning_rate)`: the configuration by which `train_alone` trains a small model."""
+    """`training(config, steps, learning_rate)`: the configuration by which `Trial` trains a small model."""
 
     def settings(config: Config, steps: int, rate: float) -> Config:
         train = Train(

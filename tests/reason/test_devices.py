@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed")
 
 from cdrmix.config.schema import Config
-from cdrmix.reason.experiments import ablation, acceptance, operations, plasticity, state_tracking, token_memory
-from cdrmix.reason.experiments.base import Say
+from cdrmix.reason.experiments import ablation, token_memory
+from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.phase import Phase, train_alone
+from cdrmix.reason.phase import Phase
 
 FILES = Path(__file__).parents[2] / "configs" / "ablations"
 # File, arm, and what makes it short. Together they have every phase that an experiment trains, ids and text.
@@ -61,18 +61,18 @@ def test_an_arm_has_the_same_weights_and_measurements_twice(
 ) -> None:
     name, arm, short = CASES[case]
     bits: list[bytes] = []  # of the weights after each phase
+    train = Trial.train
 
-    def train(config: Config, model: StageBModel, phase: Phase, say: Say) -> list[dict[str, float]]:
+    def trained(self: Trial, config: Config, model: StageBModel, phase: Phase) -> list[dict[str, float]]:
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        records = train_alone(config, model, phase, say)
+        records = train(self, config, model, phase)
         after = [parameter.detach().cpu() for parameter in model.parameters()]
         assert next(model.parameters()).device.type == device
         assert any(not torch.equal(one.cpu(), other) for one, other in zip(before, after, strict=True)), phase.name
         bits.append(b"".join(parameter.numpy().tobytes() for parameter in after))
         return records
 
-    for module in (acceptance, operations, plasticity, state_tracking, token_memory):
-        monkeypatch.setattr(module, "train_alone", train)
+    monkeypatch.setattr(Trial, "train", trained)
     found = []
     for out in ("one", "other"):
         token_memory._IMITATED.clear()
@@ -82,3 +82,33 @@ def test_an_arm_has_the_same_weights_and_measurements_twice(
         bits.clear()
     assert found[0][0]
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_an_arm_that_is_killed_in_any_phase_goes_on(tmp_path: Path) -> None:
+    """It has the measurements of an arm that is not, to the bit, and makes no step again that a checkpoint has."""
+    name, arm, short = CASES["policy"]
+    said: list[str] = []
+
+    def measured(out: str, killed_at: str) -> dict[str, float]:
+        token_memory._IMITATED.clear()  # as in a new process
+        said.clear()
+
+        def say(text: str) -> None:
+            said.append(text.strip())
+            if said[-1].startswith(killed_at):
+                raise KeyboardInterrupt
+
+        outcome = ablation.run(FILES / f"{name}.yaml", [*short, *SHORT], [1], tmp_path / out, arms=[arm], say=say)
+        return outcome.measured[arm][1]
+
+    straight = measured("straight", "nothing")
+    for killed_at in ("imitation, step 21:", "policy, step 2:"):
+        with pytest.raises(KeyboardInterrupt):
+            measured("killed", killed_at)
+    assert "imitation: continues after step 20" in said
+    assert measured("killed", "nothing") == straight
+    assert "imitation: continues after step 30" in said
+    assert "policy: continues after step 1" in said
+    assert [line.split(":")[0] for line in said if ", step " in line] == ["policy, step 2", "policy, step 3"]
+    assert not [*(tmp_path / "killed" / ablation.UNFINISHED).iterdir()]

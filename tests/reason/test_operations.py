@@ -14,6 +14,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import Episodes, TokenSource
+from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.heads import NOOP, OPERATIONS, RETRIEVE, SPLICE, SUMMARIZE, WRITE, OperationHeads, Summariser
 from cdrmix.reason.memory.episodic_index import EpisodicIndex
 from cdrmix.reason.memory.kept_episodes import EpisodesInMemory
@@ -22,7 +23,7 @@ from cdrmix.reason.operations.imitation import OperationsImitationPhase
 from cdrmix.reason.operations.policy import OperationsPhase, answers_of, memory_of, rewards_of
 from cdrmix.reason.operations.rollout import Reader, Row
 from cdrmix.reason.operations.windows import Window, Windows
-from cdrmix.reason.phase import freeze, train_alone
+from cdrmix.reason.phase import freeze
 from cdrmix.reason.sources import source_of
 
 FILE = Path(__file__).parents[2] / "configs" / "ablations" / "operations-index.yaml"
@@ -273,7 +274,7 @@ def test_both_phases_run_and_are_the_same_again(training: Callable[[Config, int,
         model = model_of(config)
         source = reader_of(config).source
         for phase in (OperationsImitationPhase(config, source), OperationsPhase(config, source)):
-            record = train_alone(training(config, 2, 1e-3), model, phase)[-1]
+            record = Trial().train(training(config, 2, 1e-3), model, phase)[-1]
             assert all(np.isfinite(value) for value in record.values())
         outcomes.append(model.state_dict())
     assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
@@ -394,7 +395,7 @@ def test_imitation_learns_what_to_do(training: Callable[[Config, int, float], Co
     config = config_of("reasoning.phases.operations_imitation.episodes=8", waste)
     model = model_of(config)
     phase = OperationsImitationPhase(config, reader_of(config).source)
-    begin, *_, end = train_alone(training(config, 100, 3e-3), model, phase)
+    begin, *_, end = Trial().train(training(config, 100, 3e-3), model, phase)
     assert end["loss"] < begin["loss"] - 1
     assert begin["agreed"] < 0.4
     assert end["agreed"] > 0.55

@@ -30,8 +30,8 @@ from cdrmix.reason.agent.answers import AnswerScorer
 from cdrmix.reason.agent.imitation import ImitationPhase
 from cdrmix.reason.agent.policy import PolicyPhase, message_of_idleness, objective_of
 from cdrmix.reason.episodes import Episodes, EpisodeSource
+from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.phase import train_alone
 from cdrmix.reason.rl import rollout
 from cdrmix.reason.rl.grpo import OBJECTIVES, Advantages
 from cdrmix.reason.sources import check_episodes, source_of
@@ -182,7 +182,7 @@ def test_two_trainings_are_the_same_bit_for_bit(training: Callable[[Config, int,
     weights = []
     for _ in range(2):
         model = model_of()
-        train_alone(training(config_of(), 3, 1e-2), model, phase_of(kl_weight=0.1))
+        Trial().train(training(config_of(), 3, 1e-2), model, phase_of(kl_weight=0.1))
         weights.append(model.state_dict())
     for name, x in weights[0].items():
         assert torch.equal(x, weights[1][name]), name
@@ -393,7 +393,7 @@ def test_imitation_learns(training: Callable[[Config, int, float], Config]) -> N
     config, model = config_of(), model_of()
     phase = ImitationPhase(config, source_for(config))
     first = sum(one.total.item() for one in outcomes(phase, model))
-    *_, last = train_alone(training(config, 60, 1e-2), model, phase)
+    *_, last = Trial().train(training(config, 60, 1e-2), model, phase)
     assert last["loss"] < 0.7 * first
 
 

@@ -152,7 +152,7 @@ def test_processes_and_zero_stages_train_alike(work, tmp_path: Path, shards: Sha
                 assert row[figure] == pytest.approx(alone[figure], rel=1e-3), (name, row["step"], figure)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_broken_off_in_the_warm_up_are_uninterrupted(work, tmp_path: Path) -> None:
     """At each ZeRO stage, two of them also with offload: stopped after step 3 of a warm-up of 5 steps."""
     overrides = ("train.micro_batch_rows=1", "train.ema_decay=0.9", *WARMUP)

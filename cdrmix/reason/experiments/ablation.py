@@ -1,7 +1,8 @@
 """Runs an ablation: trains every arm of a file at every seed, stores one line of results for each, and makes a table.
 
 Results are stored in the out folder, one JSON object per line, with a hash of everything that determines them. An
-interrupted ablation continues after the last stored line. Arms that several files share are run once.
+interrupted ablation continues after the last stored line, and the run that was interrupted from its newest checkpoint.
+Arms that several files share are run once.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,11 +31,13 @@ from cdrmix.reason.experiments import (  # noqa: F401  # they register themselve
     state_tracking,
     token_memory,
 )
-from cdrmix.reason.experiments.base import EXPERIMENTS, Say
+from cdrmix.reason.experiments.base import EXPERIMENTS
 from cdrmix.reason.experiments.table import Judgement, Verdict, check, check_lengths, judge, markdown, verdict_line
+from cdrmix.reason.experiments.trial import Say, Trial
 from cdrmix.runtime import be_deterministic, device_type
 
 RESULTS = "results.jsonl"
+UNFINISHED = "unfinished"  # a folder with a folder for each run that was begun
 
 
 class Outcome(NamedTuple):
@@ -137,8 +141,10 @@ def _run(planned: Planned, seeds: Sequence[int] | None, out: str | Path | None, 
             mark = fingerprint(cell, seed)
             if mark not in known:
                 say(f"{name}, {arm}, seed {seed} ...")
-                known[mark] = line = _run_one(cell, seed, mark, f"{name}, {arm}", say)
+                unfinished = folder / UNFINISHED / mark
+                known[mark] = line = _run_one(cell, seed, mark, f"{name}, {arm}", Trial(say, unfinished))
                 _append(folder / RESULTS, line)
+                shutil.rmtree(unfinished, ignore_errors=True)
             line = known[mark]
             measured[arm][seed] = {key: float(cast(float, value)) for key, value in _mapping(line["measured"]).items()}
             spent[mark] = float(cast(float, line["seconds"]))
@@ -169,17 +175,17 @@ def _arm(path: Path, changes: Sequence[str], overrides: Sequence[str]) -> Config
     return Config.from_yaml(path, [*changes, *overrides])
 
 
-def _run_one(config: Config, seed: int, mark: str, what: str, say: Say) -> dict[str, object]:
+def _run_one(config: Config, seed: int, mark: str, what: str, trial: Trial) -> dict[str, object]:
     """One arm at one seed, on as many threads as `run.threads` (0: one, which is fastest for small models)."""
     assert config.ablation is not None
     threads, begun = torch.get_num_threads(), time.perf_counter()
     be_deterministic()  # as in the commands that train
     set_num_threads(config.run.threads or 1)
     try:
-        measured = EXPERIMENTS[config.ablation.experiment](config, seed, say)
+        measured = EXPERIMENTS[config.ablation.experiment](config, seed, trial)
     finally:
         set_num_threads(threads)
-    seconds = round(time.perf_counter() - begun, 1)
+    seconds = round(trial.seconds + time.perf_counter() - begun, 1)
     where = {
         "device": torch.cuda.get_device_name() if device_type(config.run.device) == "cuda" else "cpu",
         "threads": config.run.threads or 1,

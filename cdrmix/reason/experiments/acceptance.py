@@ -9,15 +9,16 @@ from cdrmix.config.schema_reasoning import EpisodesOfTask
 from cdrmix.reason.controller.acceptance import AcceptancePhase, measure
 from cdrmix.reason.controller.controller import Controller, always, by_head, by_value, never
 from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
-from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
+from cdrmix.reason.experiments.base import EXPERIMENTS, small_model
+from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.heads import ControllerHeads
-from cdrmix.reason.phase import phase_config, train_alone
+from cdrmix.reason.phase import phase_config
 from cdrmix.reason.plasticity.phase import PlasticityPhase
 from cdrmix.reason.sources import source_of
 
 
 @EXPERIMENTS("acceptance")
-def acceptance(config: Config, seed: int, say: Say) -> dict[str, float]:
+def acceptance(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     """Trains a small model by phases B1 (its adapters) and B2 (its accept and value heads), and measures it.
 
     Returns for every number of chunks N of the ablation always@N, never@N, learned@N and by_value@N: the shares of
@@ -40,7 +41,7 @@ def acceptance(config: Config, seed: int, say: Say) -> dict[str, float]:
         (PlasticityPhase(config, seeded(reasoning.plasticity), seed), reasoning.phases.plasticity),
         (AcceptancePhase(config, poisoned, seed), reasoning.phases.acceptance),
     ):
-        train_alone(phase_config(config, section), model, phase, say)
+        trial.train(phase_config(config, section), model, phase)
     model.eval()
     controller, heads = Controller(model.language_model, reasoning), model.controller
     threshold = reasoning.controller.accept_threshold

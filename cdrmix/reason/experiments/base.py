@@ -13,6 +13,7 @@ from cdrmix.data.tasks import known_task, make_example
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.filler import fillers_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.registry import Registry
@@ -21,11 +22,10 @@ from cdrmix.runtime import device_type
 TEXTS, CHARACTERS = 2000, 2000  # that a tokenizer is trained on: examples, and characters of each
 END_OF_TEXT = "<|endoftext|>"
 
-Say = Callable[[str], None]
-Experiment = Callable[[Config, int, Say], dict[str, float]]
+Experiment = Callable[[Config, int, Trial], dict[str, float]]
 
 EXPERIMENTS: Registry[Experiment] = Registry("experiment")
-"""Trains and measures one arm of an ablation at one seed: (config, seed, say) -> measurements by name."""
+"""Trains and measures one arm of an ablation at one seed: (config, seed, trial) -> measurements by name."""
 
 
 def small_model(config: Config, seed: int) -> StageBModel:

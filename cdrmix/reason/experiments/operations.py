@@ -7,18 +7,19 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import FIRST_HELD_OUT
-from cdrmix.reason.experiments.base import EXPERIMENTS, Say
+from cdrmix.reason.experiments.base import EXPERIMENTS
+from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.heads import OperationHeads, Summariser
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations.imitation import OperationsImitationPhase
 from cdrmix.reason.operations.policy import OperationsPhase, evaluate
 from cdrmix.reason.operations.rollout import Reader
-from cdrmix.reason.phase import phase_config, train_alone
+from cdrmix.reason.phase import phase_config
 from cdrmix.reason.sources import source_of
 
 
 @EXPERIMENTS("operations")
-def operations(config: Config, seed: int, say: Say) -> dict[str, float]:
+def operations(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     """Trains a small model by imitation and, if that phase has steps, by the policy phase; measures held-out episodes.
 
     Returns `NAME@N` of episodes of N chunks after all phases, and `imitated_NAME@N` before the policy phase.
@@ -49,9 +50,9 @@ def operations(config: Config, seed: int, say: Say) -> dict[str, float]:
     phases = reasoning.phases
     if phases.operations_imitation.steps:
         phase = OperationsImitationPhase(config, source)
-        train_alone(phase_config(config, phases.operations_imitation), model, phase, say)
+        trial.train(phase_config(config, phases.operations_imitation), model, phase)
     measure("imitated_" if phases.operations.steps else "")
     if phases.operations.steps:
-        train_alone(phase_config(config, phases.operations), model, OperationsPhase(config, source), say)
+        trial.train(phase_config(config, phases.operations), model, OperationsPhase(config, source))
         measure("")
     return measured

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from cdrmix.config.schema import Config
 from cdrmix.reason.episodes import FIRST_HELD_OUT
-from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model, tokenizer_of
-from cdrmix.reason.phase import phase_config, train_alone
+from cdrmix.reason.experiments.base import EXPERIMENTS, small_model, tokenizer_of
+from cdrmix.reason.experiments.trial import Trial
+from cdrmix.reason.phase import phase_config
 from cdrmix.reason.plasticity.phase import PlasticityPhase, accuracy, swapped, zeroed
 from cdrmix.reason.sources import source_of
 
 
 @EXPERIMENTS("plasticity")
-def plasticity(config: Config, seed: int, say: Say) -> dict[str, float]:
+def plasticity(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     """Trains a small model by phase B1 and measures it at every number of chunks of the ablation.
 
     Returns accuracy@N, of text also exact@N, and harder@N for episodes of the ablation's difficulty; with adapters also
@@ -24,7 +25,7 @@ def plasticity(config: Config, seed: int, say: Say) -> dict[str, float]:
     tokenizer = tokenizer_of(config, reasoning.plasticity)
     source = source_of(section, reasoning.chunk, tokenizer)
     model = small_model(config, seed)
-    train_alone(phase_config(config, reasoning.phases.plasticity), model, PlasticityPhase(config, source, seed), say)
+    trial.train(phase_config(config, reasoning.phases.plasticity), model, PlasticityPhase(config, source, seed))
     language_model = model.language_model
     changes = {"zeroed": zeroed, "swapped": swapped} if language_model.adapters else {}
     numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)

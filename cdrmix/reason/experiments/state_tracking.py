@@ -18,9 +18,10 @@ from cdrmix.data.tasks.episodes import HashedRng
 from cdrmix.data.tasks.groups import elements_of, product
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import FIRST_HELD_OUT
-from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model
+from cdrmix.reason.experiments.base import EXPERIMENTS, small_model
+from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.model import Loss, StageBModel
-from cdrmix.reason.phase import generator_of, phase_config, train_alone
+from cdrmix.reason.phase import generator_of, phase_config
 from cdrmix.training.objective import Outcome
 
 ROWS = 64  # words in one forward pass
@@ -100,14 +101,14 @@ def last_accuracy(model: LanguageModel, words: Words, length: int, count: int, l
 
 
 @EXPERIMENTS("tracking")
-def tracking(config: Config, seed: int, say: Say) -> dict[str, float]:
+def tracking(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     """Trains by the configuration's `train` (steps, batch_rows, learning_rate) and measures every length."""
     assert config.ablation is not None
     task, train = config.ablation.tracking, config.train
     words = Words(task.task, seed)
     model = small_model(config, seed)
     phase = TrackingPhase(words, task.tokens, train.batch_rows, seed)
-    train_alone(phase_config(config), model, phase, say)
+    trial.train(phase_config(config), model, phase)
     return {
         f"last{task.last}@{length}": last_accuracy(
             model.language_model.eval(), words, length, config.ablation.episodes, task.last

@@ -12,14 +12,15 @@ from cdrmix.reason.agent.agent import Window, evaluate
 from cdrmix.reason.agent.imitation import ImitationPhase
 from cdrmix.reason.agent.policy import PolicyPhase
 from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
-from cdrmix.reason.experiments.base import EXPERIMENTS, Say, small_model, tokenizer_of
+from cdrmix.reason.experiments.base import EXPERIMENTS, small_model, tokenizer_of
+from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.phase import phase_config, train_alone
+from cdrmix.reason.phase import phase_config
 from cdrmix.reason.sources import source_of
 
 
 @EXPERIMENTS("token_memory")
-def token_memory(config: Config, seed: int, say: Say) -> dict[str, float]:
+def token_memory(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     """Trains by imitation, and by the policy phase if it has steps; measures the greedy agent at every chunk count N.
 
     Returns accuracy@N (the share of right tokens of answers), exact@N (the share of answers that are right as a whole),
@@ -33,9 +34,9 @@ def token_memory(config: Config, seed: int, say: Say) -> dict[str, float]:
     section = reasoning.agent.model_copy(update={"seed": reasoning.agent.seed + 1000 * seed})
     tokenizer = tokenizer_of(config, reasoning.agent)
     source = source_of(section, reasoning.chunk, tokenizer)
-    model = _imitated(config, source, say)
+    model = _imitated(config, source, trial)
     if reasoning.phases.policy.steps:
-        train_alone(phase_config(config, reasoning.phases.policy), model, PolicyPhase(config, source), say)
+        trial.train(phase_config(config, reasoning.phases.policy), model, PolicyPhase(config, source))
     asked = source_of(
         section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}),
         reasoning.chunk,
@@ -56,7 +57,7 @@ def token_memory(config: Config, seed: int, say: Say) -> dict[str, float]:
 _IMITATED: dict[str, dict[str, Tensor]] = {}  # weights after imitation, by everything that determines them
 
 
-def _imitated(config: Config, source: EpisodeSource, say: Say) -> StageBModel:
+def _imitated(config: Config, source: EpisodeSource, trial: Trial) -> StageBModel:
     """A small model of the configuration after imitation. A process trains it once for all arms that share it."""
     reasoning = config.reasoning
     assert reasoning is not None
@@ -65,7 +66,7 @@ def _imitated(config: Config, source: EpisodeSource, say: Say) -> StageBModel:
     decisive = (config.run.seed, config.cdrmix_model, phase, reasoning.agent, reasoning.memory, reasoning.chunk)
     key = repr((*decisive, reasoning.plastic_lora))
     if key not in _IMITATED:
-        train_alone(phase_config(config, phase), model, ImitationPhase(config, source), say)
+        trial.train(phase_config(config, phase), model, ImitationPhase(config, source))
         _IMITATED[key] = copy.deepcopy(model.state_dict())
     model.load_state_dict(_IMITATED[key])
     return model
