@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 from cdrmix.config import schema_types
@@ -47,7 +48,7 @@ def reference(key: str | None = None) -> str:
     """
     if key is None:
         return HEAD + "".join(entry.text for entry in _sections(schema_types.root(Config), "", {}))
-    entries = list(_sections(schema_types.root(Config), ""))
+    entries = _entries()
     chosen = [entry for entry in entries if entry.name == key or entry.name.startswith((f"{key}.", f"{key}["))]
     if any(entry.is_heading for entry in chosen):  # a section: its line in the section above is left out
         chosen = [entry for entry in chosen if entry.is_heading or entry.name != key]
@@ -57,6 +58,12 @@ def reference(key: str | None = None) -> str:
         hint = f"did you mean {names[close]}?" if close else "`cdrmix config` prints all keys"
         raise ConfigError(f"the configuration has no key {key}; {hint}")
     return "".join(entry.text for entry in chosen).lstrip("\n")
+
+
+@cache
+def _entries() -> tuple[Entry, ...]:
+    """The entries of the whole configuration, all sections written out."""
+    return tuple(_sections(schema_types.root(Config), ""))
 
 
 def _sections(schema: Schema, name: str, seen: dict[str, str] | None = None) -> Iterator[Entry]:

@@ -267,6 +267,7 @@ def topics(workspace: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_infilling_is_above_chance_of_a_model_that_was_trained_for_it(
     arguments: Arguments, topics: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_single_row_that_does_not_fit_ends_the_run(
     assert Config.from_yaml(given[0][2], [*given[0][3:], "train.micro_batch_rows=3"]).hash() not in hashes
 
 
+@pytest.mark.slow
 def test_what_would_fail_again_is_not_started_again(
     arguments: Arguments, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

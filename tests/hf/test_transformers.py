@@ -62,7 +62,9 @@ def without_padding(ids_T: Tensor, mask_T: Tensor, length: int) -> list[int]:
     return found[:length]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if "mamba" in kind else kind for kind in KINDS]
+)
 def test_greedy_texts_and_beams_are_those_of_cdrmix(exported: Exported, kind: str) -> None:
     """64 tokens of a prompt alone, and of four in a left-padded batch; 4 beams with the cache, without it, and in a
     batch."""
