@@ -7,6 +7,7 @@ plastic, plastic_all: rollouts of cdrmix-reason-tiny with plastic adapters, with
 time over that of the same model without adapters, of 64 rows and of one.
 adapters: one pass over rows of chunks of 512 tokens, forward and with the gradients of all weights, with the adapters
 of cdrmix-reason-1b and with adapters on all its projections; time over that of the same model without adapters.
+graphs: rollouts of cdrmix-reason-1b, of one prompt in 1 and in 64 rows, with CUDA graphs and without.
 decoding: tokens a second of core-tiny, with random weights, that continues one prompt in 1, 8, 32 and 128 rows.
 As a program, `python rl.py TOKENS` prints the bytes by which reading so many tokens raises this process's memory.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -30,6 +32,7 @@ from torch import nn
 from cdrmix.config.schema import Attention, Config, FeedForward, Model, Rwkv
 from cdrmix.inference.generate import Row, decode
 from cdrmix.inference.sampling import Sampling
+from cdrmix.model import graphs
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent.agent import Window, read_episodes
@@ -50,6 +53,7 @@ RELEASED = Path(__file__).parents[1] / "configs" / "cdrmix-reason-1b.yaml"
 # Of its 24 layers 8, two of attention: three models with 32,768 tokens fit one GPU of 141 GB.
 RELEASED_PART = ("model.layers=8", "train.micro_batch_rows=8", "train.activation_checkpointing=false")
 ADAPTED_CHUNKS = 8  # of a row, as many as the released phase plasticity trains on
+GRAPHS_ROWS, GRAPHS_TOKENS = (1, 64), (512, 64)  # tokens of the prompt, and new ones of each row
 DECODED = (64, 32)  # tokens of the prompt, and new ones of each row
 DECODED_ROWS = (1, 8, 32, 128)
 ADAPTED = Path(__file__).parents[1] / "configs" / "cdrmix-reason-tiny.yaml"
@@ -244,6 +248,52 @@ def adapters(path: Path, overrides: tuple[str, ...], options: Options) -> Result
     )
 
 
+def with_graphs(path: Path, overrides: tuple[str, ...], options: Options) -> Result:
+    """Tokens a second of rollouts with CUDA graphs and without, in turns, of the largest number of rows."""
+    config = Config.from_yaml(path, [*overrides, f"run.device={options.device}"])
+    device, precision = torch.device(options.device), AUTOCAST[config.train.precision]
+    torch.manual_seed(1)
+    with device:
+        model = LanguageModel(config.cdrmix_model, reasoning=config.reasoning).eval()
+    attach_copies(model.parameters(), precision, 0)
+    length, new_tokens = GRAPHS_TOKENS
+    prompt = torch.randint(1, config.cdrmix_model.vocab_size, (1, length), generator=torch.Generator().manual_seed(1))
+    prompt, generator = prompt.to(device), torch.Generator().manual_seed(2)
+    be_deterministic()
+
+    def tokens(rows: int, switch: str) -> int:
+        os.environ[graphs.SWITCH] = switch
+        with Autocast(model, device.type, precision).precision():
+            made = generate(model, prompt, new_tokens, temperature=1.0, generator=generator, group=rows)
+        return int(made.mask_BN.sum())  # waits for the device
+
+    names = [(rows, switch) for rows in GRAPHS_ROWS for switch in "01"]
+    rates: dict[tuple[int, str], list[float]] = {each: [] for each in names}
+    before = os.environ.get(graphs.SWITCH)
+    for number in range(options.blocks + 2):
+        for each in names:
+            found = _rate(functools.partial(tokens, *each))
+            if number > 1:  # the first ones compile kernels and allocate memory
+                rates[each].append(found)
+    os.environ.pop(graphs.SWITCH) if before is None else os.environ.update({graphs.SWITCH: before})
+    figures: dict[str, float | None] = {}
+    for rows in GRAPHS_ROWS:
+        pairs = zip(rates[rows, "1"], rates[rows, "0"], strict=True)
+        figures[f"ratio_{rows}"] = quantiles([mine / plain for mine, plain in pairs])["p50"]
+        figures[f"tokens_per_second_{rows}"] = quantiles(rates[rows, "1"])["p50"]
+    settings = {"config": path.name, "overrides": list(overrides), "precision": config.train.precision}
+    settings |= {"rows": list(GRAPHS_ROWS), "prompt_tokens": length, "new_tokens": new_tokens, "device": options.device}
+    most = GRAPHS_ROWS[-1]
+    return Result(
+        unit="tokens/s",
+        peer_name="the same without graphs",
+        ours=rates[most, "1"],
+        peer=rates[most, "0"],
+        figures=figures,
+        settings=settings,
+    )
+
+
 def _settings(sizes: tuple[int, int, int, int], model: nn.Module, peer: nn.Module) -> dict[str, object]:
     """sizes: prompts, rows of each, tokens of a prompt, new tokens."""
     names = ("prompts", "group", "prompt_tokens", "new_tokens")
@@ -390,6 +440,11 @@ CASES = {
     "adapters": Case(
         functools.partial(adapters, RELEASED, RELEASED_PART),
         "passes over chunks of 512 tokens with the adapters of cdrmix-reason-1b, and the time over without",
+        ("cuda",),
+    ),
+    "graphs": Case(
+        functools.partial(with_graphs, RELEASED, RELEASED_PART),
+        "rollouts of cdrmix-reason-1b with CUDA graphs and without, one row and 64",
         ("cuda",),
     ),
     "decoding": Case(decoding, "generated tokens/s at 1, 8, 32 and 128 rows; ratios to one row", ("cpu",)),

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cdrmix.model import compiled
+from cdrmix.model import compiled, graphs
 from cdrmix.model.cache import concatenated, select
 from cdrmix.model.causal import CausalModel
 from cdrmix.runtime import threads_for
@@ -97,8 +97,11 @@ class Rows:
     """
 
     def __init__(self, model: CausalModel, prefix: Prefix, tokens: int, *, own: bool = False) -> None:
-        self._model, self._cache = model, prefix.cache
-        self._decoder = compiled.decoder(model, prefix.cache, len(prefix.logits_BV), tokens, own=own)
+        self._model, self._cache, rows = model, prefix.cache, len(prefix.logits_BV)
+        self._decoder: compiled.Decoder | graphs.GraphDecoder | None
+        self._decoder = graphs.decoder(model, prefix.cache, rows, tokens)
+        if self._decoder is None:
+            self._decoder = compiled.decoder(model, prefix.cache, rows, tokens, own=own)
 
     def read(self, tokens_R: Tensor) -> Tensor:
         """Reads a token of each row; returns the logits [R, V] of the next, which are valid until then."""

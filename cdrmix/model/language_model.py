@@ -24,7 +24,7 @@ from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.feed_forward.router import Routed, Router
 from cdrmix.model.initial_values import fill, seed_of_values, without_values
 from cdrmix.model.layers import AddNorm, TokenEmbedding
-from cdrmix.model.mixers.attention import AttentionCache, RaggedAttentionCache
+from cdrmix.model.mixers.attention import AttentionCache, FixedAttentionCache, RaggedAttentionCache
 from cdrmix.model.pipeline import Border, Stage, carries_values, leave
 from cdrmix.model.prediction import MultiTokenPrediction
 from cdrmix.model.sequence import SequenceGroup
@@ -335,4 +335,6 @@ def _past(cache: Cache | None, device: torch.device) -> int | Tensor:
             return block.mixer.keys.shape[2]
         if isinstance(block.mixer, RaggedAttentionCache):
             return torch.tensor([row.keys.shape[2] for row in block.mixer.rows], device=device)
+        if isinstance(block.mixer, FixedAttentionCache):
+            return block.mixer.next_1 - block.mixer.first_B
     return 0

@@ -29,7 +29,14 @@ FLASH_CAPABILITY = 8  # least compute capability, Ampere
 UNEVEN_WIDTH = 8
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    visible_BS: Tensor | None = None,
+) -> Tensor:
     """Softmax attention of each token to its document's tokens up to itself (arXiv 1706.03762, equation 1, causal).
 
         y_t = sum_s softmax_s(q_t . k_s / sqrt(N)) v_s over the tokens s <= t of t's document
@@ -40,6 +47,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = No
         contiguous.
     cu_seqlens: int32 or int64 [D + 1], not decreasing, document starts over the flattened B * T tokens, which include
         every row's start; S must be T. None: each row is one document.
+    visible_BS: bool [B, S], with T = 1 the keys that each row's query sees, at least one: others may hold anything
+        that is finite. None: all up to the query's own.
     Returns y [B, T, H, N] in the dtype of the products.
 
     The implementation, and its memory besides inputs and outputs:
@@ -53,13 +62,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = No
       documents need a mask, bool [B, T, T]. The fused kernels of AMD GPUs are not deterministic, so under
       torch.use_deterministic_algorithms(True) its mathematical path is used, which stores [B, H, T, S].
     - float64, and CDRMIX_BACKEND=reference: the formula.
+    - With visible_BS: scaled_dot_product_attention with a mask, on every device.
     Raises ValueError naming the argument, before anything runs. Values of cu_seqlens are checked on a CPU.
     """
-    _check(q, k, v, cu_seqlens)
+    _check(q, k, v, cu_seqlens, visible_BS)
     dtype = compute_dtype(q)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     if backend(q) == "reference":
-        return reference_attention.attention(q, k, v, cu_seqlens)
+        return reference_attention.attention(q, k, v, cu_seqlens, visible_BS)
+    if visible_BS is not None:
+        return _scaled_dot_product(q, k, v, None, visible_BS)
     if _flash_serves(q):
         return _flash(q, k, v, cu_seqlens)
     if platform_of(q) == "cpu" and cu_seqlens is None and q.shape[3] == UNEVEN_WIDTH and q.shape[1] == k.shape[1]:
@@ -69,7 +81,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = No
     return _scaled_dot_product(q, k, v, cu_seqlens)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, visible_BS: Tensor | None) -> None:
     """Raises ValueError for wrong shapes, dtypes and devices; reads no value except a CPU's cu_seqlens."""
     named = {"q": q, "k": k, "v": v}
     for name, x in (named | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})).items():
@@ -98,6 +110,15 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
         raise ValueError(
             f"{OP}: cu_seqlens is for packed documents, whose queries and keys are of the same tokens; found "
             f"{q.shape[1]} queries and {k.shape[1]} keys a row"
+        )
+    if visible_BS is None:
+        return
+    if q.shape[1] != 1 or cu_seqlens is not None:
+        raise ValueError(f"{OP}: visible_BS is for one query a row without cu_seqlens; found {q.shape[1]} queries")
+    if visible_BS.dtype != torch.bool or visible_BS.shape != k.shape[:2] or visible_BS.device != q.device:
+        raise ValueError(
+            f"{OP}: visible_BS must be torch.bool {list(k.shape[:2])} on {q.device}; found {visible_BS.dtype} "
+            f"{list(visible_BS.shape)} on {visible_BS.device}"
         )
 
 
@@ -135,11 +156,13 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor
     return y.view(q.shape)
 
 
-def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, visible_BS: Tensor | None = None
+) -> Tensor:
     """torch's scaled_dot_product_attention, with a mask where it needs one."""
     batch, length, heads, _ = q.shape
     keys = k.shape[1]
-    mask = None
+    mask = None if visible_BS is None else visible_BS[:, None, None]
     if cu_seqlens is not None or 1 < length < keys:
         mask = reference_attention.visible(batch, length, keys, cu_seqlens, q.device).unsqueeze(1)
     with _deterministic_kernels(q):

@@ -101,6 +101,39 @@ def test_the_reference_is_its_sentence() -> None:
     assert torch.autograd.gradcheck(lambda *x: ops.attention(*x, cu_seqlens=cu_seqlens), leaves)
 
 
+def check_visible(shape: tuple[int, ...], places: list[list[int]], dtype: torch.dtype, device: str, seed: int) -> None:
+    """One query a row sees the keys at its places, as if there were no others. Those hold large numbers."""
+    q, k, v, _ = (x.to(device) for x in inputs(*shape, dtype, seed))  # type: ignore[arg-type]
+    seen = torch.zeros(k.shape[:2], dtype=torch.bool, device=device)
+    for row, chosen in enumerate(places):
+        seen[row, chosen] = True
+    k, v = (torch.where(seen[:, :, None, None], x, 1e4) for x in (k, v))
+    found = ops.attention(q, k, v, visible_BS=seen)
+    assert found.dtype == dtype
+    for row, chosen in enumerate(places):
+        alone = [q[row : row + 1], *(x[row : row + 1, sorted(chosen)] for x in (k, v))]
+        wanted = reference_attention.attention(*(x.double() for x in alone))
+        most, *_ = bounds([*alone, alone[0]], None, torch.finfo(dtype).eps)
+        assert ((found[row : row + 1] - wanted).abs() <= most).all()
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_one_query_a_row_sees_the_keys_of_a_mask(data: Any) -> None:
+    batch, keys = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 40))
+    groups, width = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.sampled_from([1, 8, 16, 33]))
+    some = st.lists(st.integers(0, keys - 1), min_size=1, unique=True)
+    places = data.draw(st.lists(some, min_size=batch, max_size=batch))
+    shape = (batch, 1, keys, groups * data.draw(st.integers(1, 3)), groups, width)
+    check_visible(shape, places, torch.float32, "cpu", data.draw(st.integers(0, 99)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_the_gpu_one_query_a_row_sees_the_keys_of_a_mask(dtype: torch.dtype) -> None:
+    check_visible((3, 1, 77, 4, 2, 64), [[0], [*range(5, 60)], [3, 76]], dtype, "cuda", 1)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("width", [4, 8, 12, 16, 32])
 def test_bits_do_not_depend_on_the_number_of_threads(width: int, packed: bool) -> None:
@@ -183,7 +216,7 @@ def test_the_compiler_passes_through() -> None:
 
 def case(**changes: Any) -> dict[str, Any]:
     q, k, v, _ = inputs(2, 6, 6, 4, 2, 8, torch.float32)
-    return {"q": q, "k": k, "v": v, "cu_seqlens": None} | changes
+    return {"q": q, "k": k, "v": v, "cu_seqlens": None, "visible_BS": None} | changes
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -201,6 +234,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens": torch.tensor([0, 12])}, "6 is not there"),
     ({"cu_seqlens": torch.tensor([0, 7, 6, 12])}, "must not decrease"),
     ({"cu_seqlens": torch.tensor([0, 6, 11])}, "end with B \\* T = 12"),
+    ({"visible_BS": torch.ones(2, 6, dtype=torch.bool)}, "one query a row without cu_seqlens; found 6"),
+    ({"q": torch.ones(2, 1, 4, 8), "visible_BS": torch.ones(2, 6)}, r"torch.bool \[2, 6\] on cpu; found torch.float32"),
+    ({"q": torch.ones(2, 1, 4, 8), "visible_BS": torch.ones(2, 5, dtype=torch.bool)}, r"found torch.bool \[2, 5\]"),
 ]
 
 
@@ -208,7 +244,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_a_bad_argument_is_named(changes: dict[str, Any], message: str) -> None:
     arguments = case(**changes)
     with pytest.raises(ValueError, match=rf"attention: .*{message}"):
-        ops.attention(arguments["q"], arguments["k"], arguments["v"], cu_seqlens=arguments["cu_seqlens"])
+        ops.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
 GPU_SHAPES = [(2, 300, 300, 4, 2, 64), (1, 1, 77, 4, 1, 128), (2, 40, 333, 8, 2, 64), (3, 129, 129, 2, 2, 40)]

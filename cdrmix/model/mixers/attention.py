@@ -51,6 +51,48 @@ class RaggedAttentionCache(NamedTuple):
     rows: tuple[AttentionCache, ...]
 
 
+class FixedAttentionCache(NamedTuple):
+    """Keys and values in memory of a fixed size, [B, kv_heads, S, head width], rotated: the next token of all rows is
+    written at one place, so that the same operations on the same memory read any token.
+
+    first_B: int64 [B], the place of each row's first token, up to which it has none. next_1: int64 [1], that of the
+    next token. Other places hold finite values.
+    """
+
+    keys: Tensor
+    values: Tensor
+    first_B: Tensor
+    next_1: Tensor
+
+    @classmethod
+    def of(cls, state: AttentionCache | RaggedAttentionCache, tokens: int) -> FixedAttentionCache:
+        """A copy of a state, with room for so many more tokens of each row."""
+        parts = state.rows if isinstance(state, RaggedAttentionCache) else (state,)
+        longest = max(part.keys.shape[2] for part in parts)
+        one = parts[0].keys
+        rows = sum(len(part.keys) for part in parts)
+        keys, values = (one.new_zeros(rows, one.shape[1], longest + tokens, one.shape[3]) for _ in range(2))
+        firsts: list[int] = []
+        for part in parts:
+            here, first = slice(len(firsts), len(firsts) + len(part.keys)), longest - part.keys.shape[2]
+            keys[here, :, first:longest], values[here, :, first:longest] = part.keys, part.values
+            firsts += [first] * len(part.keys)
+        place = torch.tensor([longest], device=one.device)
+        return cls(keys, values, torch.tensor(firsts, device=one.device), place)
+
+    def extended(self, k: Tensor, v: Tensor) -> FixedAttentionCache:
+        """The state after one token of each row, k and v [B, 1, kv_heads, head width], in the same memory but for
+        `next_1`."""
+        self.keys.index_copy_(2, self.next_1, k.transpose(1, 2).to(self.keys.dtype))
+        self.values.index_copy_(2, self.next_1, v.transpose(1, 2).to(self.values.dtype))
+        return self._replace(next_1=self.next_1 + 1)
+
+    def visible(self) -> Tensor:
+        """The places with tokens of each row, bool [B, S]."""
+        places = torch.arange(self.keys.shape[2], device=self.keys.device)
+        return (places >= self.first_B.unsqueeze(1)) & (places < self.next_1)
+
+
 def by_row(state: AttentionCache | RaggedAttentionCache) -> tuple[AttentionCache, ...]:
     """The caches of the single rows, without a copy."""
     if isinstance(state, RaggedAttentionCache):
@@ -123,7 +165,9 @@ class Attention(Mixer):
     def narrow(self, size: int) -> None:
         self.heads, self.kv_heads = self.heads // size, self.kv_heads // size
 
-    def forward(self, x: Tensor, context: Context, cache: AttentionCache | RaggedAttentionCache | None) -> Mixed:
+    def forward(
+        self, x: Tensor, context: Context, cache: AttentionCache | RaggedAttentionCache | FixedAttentionCache | None
+    ) -> Mixed:
         """x [B, T, D] (normed) -> its output, and the cache after it; for packed rows a cache for each document."""
         x = self.copied(x)
         batch, length, _ = x.shape
@@ -134,7 +178,7 @@ class Attention(Mixer):
             q, k = self._normed(q, self.query_norm), self._normed(k, self.key_norm)
         if context.angles is not None:
             q, k = ops.apply_rotary(q, *context.angles), ops.apply_rotary(k, *context.angles)
-        after: AttentionCache | RaggedAttentionCache | tuple[AttentionCache, ...] | None
+        after: AttentionCache | RaggedAttentionCache | FixedAttentionCache | tuple[AttentionCache, ...] | None
         if context.sequence is not None:
             y, after = self._read_slice(q, k, v, context.sequence), None
         elif context.token_by_token:
@@ -149,6 +193,10 @@ class Attention(Mixer):
             parts = zip(cache.rows, q.split(1), k.split(1), v.split(1), strict=True)
             read = [self._read(*part, context) for part in parts]
             y, after = torch.cat([y for y, _ in read]), RaggedAttentionCache(tuple(row for _, row in read))
+        elif isinstance(cache, FixedAttentionCache):
+            after = cache.extended(k, v)
+            keys, values = after.keys.transpose(1, 2), after.values.transpose(1, 2)
+            y = ops.attention(q, keys, values, visible_BS=after.visible())
         else:
             y, after = self._read(cache, q, k, v, context)
             if context.cu_seqlens is not None and context.keep_cache:

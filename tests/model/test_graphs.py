@@ -1,0 +1,216 @@
+"""Decoding by CUDA graphs: the ordinary pass is its oracle, and a recorded step reads any later token.
+
+On a CPU the operations of a step are recorded by PyTorch's tracer and run again. So a step that depends on a value in
+Python, such as a position, or whose state is in new memory, gives wrong results here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
+
+from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema_layers import Bigrams, Depth
+from cdrmix.config.schema_reasoning import Controller, Memory, PlasticLora, Reasoning, Rl
+from cdrmix.model import graphs
+from cdrmix.model.decoding import Prefix, prefill_rows, repeat
+from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.rl.rollout import Generated, decode
+
+VOCABULARY, CHUNK = 27, 5
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13], [14], [15, 16, 17]]
+LIKE = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12], [13, 14, 15]]
+ADAPTED = Reasoning(
+    chunk=CHUNK,
+    plastic_lora=PlasticLora(
+        rank=3,
+        key_width=8,
+        alpha=0.5,
+        decay=0.9,
+        clamp=1.0,
+        attention=["query", "key", "value", "output"],
+        rwkv7=["receptance", "key", "value", "output"],
+    ),
+    controller=Controller(step_budget=8, max_branches=1),
+    memory=Memory(dim=8, top_k=2, max_tokens=100),
+    rl=Rl(horizon=32, latency_weight=0.01, stability_weight=0.1),
+)
+MODELS: dict[str, dict[str, object]] = {
+    "rwkv7 and attention": {},
+    "norms of keys, no positions": {"attention": Attention(heads=2, kv_heads=2, qk_norm=True, rope=False)},
+    "channel mix": {"feed_forward": FeedForward(kind="channel_mix", hidden=24)},
+    "mamba": {
+        "layers": 3,
+        "mixer_layers": {"mamba2": [0], "routing_mamba": [1]},
+        "mamba": Mamba(d_state=8, head_dim=16),
+    },
+    "bigrams": {"bigrams": Bigrams(rows=31)},
+    "adapters": {"adapted": True},
+}
+
+
+class Traced:
+    """Records the operations of a step. Tracing runs them too, so the state before is put back."""
+
+    def __init__(self) -> None:
+        self.run_as_they_are, self.recorded, self.run_again = 0, 0, 0
+
+    def run(self, step: graphs.Step) -> torch.Tensor:
+        self.run_as_they_are += 1
+        return step()
+
+    def record(self, step: graphs.Step) -> graphs.Step:
+        self.recorded += 1
+        assert isinstance(step, partial)
+        decoder: graphs.GraphDecoder = step.func.__self__  # type: ignore[attr-defined]  # a bound method
+        state = [*graphs._tensors(decoder._state)]
+        before = [tensor.clone() for tensor in state]
+        operations = make_fx(step)()
+        for tensor, old in zip(state, before, strict=True):
+            tensor.copy_(old)
+
+        def again() -> torch.Tensor:
+            self.run_again += 1
+            result: torch.Tensor = operations()
+            return result
+
+        return again
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
+    recorder = Traced()
+    monkeypatch.setattr(graphs, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(graphs, "recorder_of", lambda device: recorder)
+    return recorder
+
+
+def made(options: dict[str, object], dtype: torch.dtype = torch.float64, device: str = "cpu") -> LanguageModel:
+    """A model whose every parameter is moved off its initial value, so that all of them matter."""
+    reasoning = ADAPTED if options.get("adapted") else None
+    config = {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "layers": 2,
+        "attention_fraction": 0.5,
+        "attention": Attention(heads=2, kv_heads=1, rope_theta=20.0),
+        "rwkv": Rwkv(head_size=16, decay_rank=3, iclr_rank=5, value_rank=2, gate_rank=7),
+        "feed_forward": FeedForward(hidden=13, experts=4),
+    }
+    torch.manual_seed(1)
+    model = (
+        LanguageModel(
+            Model.model_validate(config | {key: options[key] for key in options if key != "adapted"}),
+            reasoning=reasoning,
+        )
+        .to(device, dtype)
+        .eval()
+    )
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor += 0.1 * torch.randn_like(tensor)
+    return model
+
+
+def started(model: LanguageModel) -> Prefix:
+    """15 rows, of different lengths where a model may have them."""
+    return repeat(prefill_rows(model, LIKE if model.adapters else PROMPTS), 3)
+
+
+def continued(model: LanguageModel, switch: str, monkeypatch: pytest.MonkeyPatch, tokens: int = 20) -> Generated:
+    """Rows that end one after another, at the token of which most numbers of rows go on for some time."""
+    prefix = started(model)
+
+    def drawn(end: int | None) -> Generated:
+        generator = torch.Generator().manual_seed(3)
+        return decode(model, prefix, tokens, temperature=1.0, generator=generator, end=end)
+
+    monkeypatch.setenv(graphs.SWITCH, "0")
+    free_BN = drawn(None).tokens_BN
+    going_VN = torch.stack([((free_BN == token).cumsum(1) == 0).sum(0) for token in range(VOCABULARY)])
+    halved = (going_VN <= (len(free_BN) + 1) // 2) & (going_VN > 0)
+    end = int(torch.minimum(halved.sum(1), (~halved & (going_VN > 0)).sum(1)).argmax())
+    monkeypatch.setenv(graphs.SWITCH, switch)
+    return drawn(end)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rollouts_are_those_of_the_ordinary_pass(name: str, traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(MODELS[name])
+    ordinary = continued(model, "0", monkeypatch)
+    assert traced.run_as_they_are == traced.recorded == 0
+    found = continued(model, "1", monkeypatch)
+    assert torch.equal(found.tokens_BN, ordinary.tokens_BN)
+    assert torch.equal(found.mask_BN, ordinary.mask_BN)
+    # Sums of some hundred terms in another order, through the layers.
+    torch.testing.assert_close(found.log_probs_BN, ordinary.log_probs_BN, rtol=1e-6, atol=1e-6)
+    ended = sorted(int(row.sum()) for row in ordinary.mask_BN)
+    assert ended[0] < ended[-1], "rows have been dropped"
+    assert traced.recorded >= 2, "of all rows and of half of them"
+    assert traced.run_again > 2 * traced.recorded
+    ends = 0 if not model.adapters else sum((3 + token) % CHUNK == 0 for token in range(1, 20))
+    assert traced.run_as_they_are <= traced.recorded + 1 + ends
+
+
+def test_the_state_that_it_begins_with_is_not_changed(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(graphs.SWITCH, "1")
+    model = made({})
+    prefix = started(model)
+    before = [tensor.clone() for tensor in graphs._tensors(prefix.cache)]
+    for _ in range(2):
+        decode(model, prefix, 12, temperature=1.0, generator=torch.Generator().manual_seed(3))
+    assert traced.run_again
+    for tensor, old in zip(graphs._tensors(prefix.cache), before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, graphs.FEWEST),  # one of these is sampled from the prefix
+        ({"depth": Depth(capacity=0.5)}, 20),
+    ],
+    ids=["few tokens", "skipped tokens"],
+)
+def test_what_graphs_do_not_serve_takes_the_ordinary_pass(
+    options: dict[str, object], tokens: int, traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(options)
+    assert torch.equal(
+        continued(model, "1", monkeypatch, tokens).tokens_BN, continued(model, "0", monkeypatch, tokens).tokens_BN
+    )
+    assert traced.run_as_they_are == 0
+
+
+def test_a_hook_takes_the_ordinary_pass(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = made({}), []
+    handle = model.blocks[1].register_forward_hook(lambda *_: calls.append(1))
+    continued(model, "1", monkeypatch)
+    assert calls
+    assert traced.run_as_they_are == 0
+    handle.remove()
+    continued(model, "1", monkeypatch)
+    assert traced.run_again
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu_rollouts_by_graphs_are_those_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, and twice with the same bits."""
+    model = made(MODELS[name], torch.float32, "cuda")
+    ordinary, found, again = (continued(model, switch, monkeypatch) for switch in "011")
+    assert torch.equal(found.tokens_BN, ordinary.tokens_BN)
+    torch.testing.assert_close(found.log_probs_BN, ordinary.log_probs_BN, rtol=1e-3, atol=1e-3)
+    assert torch.equal(found.log_probs_BN, again.log_probs_BN)
