@@ -33,6 +33,22 @@ def lock_file(file: IO[str], used: Callable[[], str]) -> None:
         raise ConfigError(f"{used()}; wait until it ends, or stop it") from error
 
 
+@contextmanager
+def only_process(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """A context that one process of this machine at a time can enter. `path` is its lock file, which is removed.
+
+    waiting: is called if another process is in it.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        path.unlink(missing_ok=True)
+
+
 def sync_file(path: Path) -> None:
     """Flushes a written file to the disk (fsync): its contents survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)

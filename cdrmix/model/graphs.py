@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache as kept
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from cdrmix.errors import ConfigError
 from cdrmix.model.block import BlockCache
 from cdrmix.model.fast_weights import Adapter
 from cdrmix.model.feed_forward.moe import ChannelMix, DenseFeedForward, MoeFeedForward, SkippingFeedForward
@@ -27,9 +30,9 @@ from cdrmix.model.mixers.routing_mamba import RoutingMamba
 from cdrmix.model.mixers.rwkv7 import TimeMix
 from cdrmix.model.program import is_intercepted
 from cdrmix.model.tensor_parallel import Divisible
+from cdrmix.ops.backend import backend, debugging, platform_of
 
 SWITCH = "CDRMIX_CUDA_GRAPHS"
-DEVICES = ("cuda",)
 FEWEST = 8  # tokens: a recording takes about as long as two steps without one
 # Those of plugins may wait for the device, and those of other processes' experts do.
 MIXERS = (Attention, Mamba2, RoutingMamba, TimeMix)
@@ -49,10 +52,12 @@ class Recorder(Protocol):
 
 
 class CudaGraphs:
-    """The recorder of a GPU."""
+    """The recorder of a GPU. Its graphs share memory for what a step makes, so only the newest one may be run again."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # kernels of the default stream cannot be recorded
+        self._pool = torch.cuda.graph_pool_handle()
+        self._newest: torch.cuda.CUDAGraph | None = None  # PyTorch takes a pool that no graph uses as gone
 
     def run(self, step: Step) -> Tensor:
         current = torch.cuda.current_stream(self._stream.device)
@@ -64,15 +69,27 @@ class CudaGraphs:
         return result
 
     def record(self, step: Step) -> Step:
-        # Not by `torch.cuda.graph`, which collects garbage and empties the cache of memory each time.
+        try:
+            return self._record(step)
+        except torch.OutOfMemoryError:
+            # Nothing has been run. A graph cannot take memory that the allocator keeps for others.
+            torch.cuda.empty_cache()
+            return self._record(step)
+
+    def _record(self, step: Step) -> Step:
+        # Not by `torch.cuda.graph`, which collects garbage and empties the allocator's cache each time.
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads may go on
             try:
                 result = step()
-            finally:
-                graph.capture_end()
+            except RuntimeError:
+                with suppress(RuntimeError):  # it would say that the recording failed, and not why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self._newest = graph
 
         def replay() -> Tensor:
             graph.replay()
@@ -113,11 +130,17 @@ class GraphDecoder:
         elif rows not in self._recorded:
             self._recorded[rows], logits_RV = None, self._recorder.run(step)
         else:
-            recorded = self._recorded[rows] or self._recorder.record(step)
+            recorded = self._recorded[rows] or self._record(step)
             self._recorded[rows], logits_RV = recorded, recorded()
         if self._chunk is not None:
             self._position = (self._position + 1) % self._chunk
         return logits_RV[: self._rows]
+
+    def _record(self, step: Step) -> Step:
+        try:
+            return self._recorder.record(step)
+        except RuntimeError as error:
+            raise ConfigError(f"{SWITCH}: a step cannot be recorded ({error}); unset the variable") from error
 
     def drop(self, ended: Sequence[int]) -> list[int]:
         """As `compiled.Decoder.drop`."""
@@ -151,14 +174,15 @@ def decoder(model: Any, cache: Cache, rows: int, tokens: int) -> GraphDecoder | 
     return GraphDecoder(model, cache, rows, tokens, recorder_of(next(model.parameters()).device))
 
 
+@kept
 def recorder_of(device: torch.device) -> Recorder:
-    """The recorder of a device."""
+    """The recorder of a device. It is kept, since each stream has memory of its own."""
     return CudaGraphs(device)
 
 
 def _serves(model: Any, cache: Cache) -> bool:
     """Whether a token is the same operations whatever the values are, and none of them is a message."""
-    if type(model) is not LanguageModel or model.training or next(model.parameters()).device.type not in DEVICES:
+    if type(model) is not LanguageModel or model.training or not _runs_kernels(model.embedding.weight):
         return False
     if model.config.depth is not None or model.stage.size > 1:
         return False
@@ -168,6 +192,11 @@ def _serves(model: Any, cache: Cache) -> bool:
     if any(is_intercepted(each) or (isinstance(each, Divisible) and each.tensor is not None) for each in parts):
         return False
     return all(type(each.mixer) in MIXERS and type(each.feed_forward) in FEED_FORWARDS for each in model.blocks)
+
+
+def _runs_kernels(weight: Tensor) -> bool:
+    """Whether the operators are kernels that read no value on the host: not so those in PyTorch, and with checks."""
+    return platform_of(weight) == "cuda" and backend(weight) == "triton" and not debugging()
 
 
 def _fixed(cache: Cache, tokens: int) -> Cache:

@@ -71,7 +71,7 @@ def attention(
     if backend(q) == "reference":
         return reference_attention.attention(q, k, v, cu_seqlens, visible_BS)
     if visible_BS is not None:
-        return _scaled_dot_product(q, k, v, None, visible_BS)
+        return _step(q, k, v, visible_BS)
     if _flash_serves(q):
         return _flash(q, k, v, cu_seqlens)
     if platform_of(q) == "cpu" and cu_seqlens is None and q.shape[3] == UNEVEN_WIDTH and q.shape[1] == k.shape[1]:
@@ -156,13 +156,22 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor
     return y.view(q.shape)
 
 
-def _scaled_dot_product(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, visible_BS: Tensor | None = None
-) -> Tensor:
+def _step(q: Tensor, k: Tensor, v: Tensor, visible_BS: Tensor) -> Tensor:
+    """One query a row. The heads of a group are the queries of one head: PyTorch's fused kernels take no mask together
+    with grouped queries."""
+    grouped = q.reshape(len(q), k.shape[2], -1, q.shape[3])
+    with _deterministic_kernels(q):
+        y = functional.scaled_dot_product_attention(
+            grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=visible_BS[:, None, None]
+        )
+    return y.reshape(q.shape)
+
+
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """torch's scaled_dot_product_attention, with a mask where it needs one."""
     batch, length, heads, _ = q.shape
     keys = k.shape[1]
-    mask = None if visible_BS is None else visible_BS[:, None, None]
+    mask = None
     if cu_seqlens is not None or 1 < length < keys:
         mask = reference_attention.visible(batch, length, keys, cu_seqlens, q.device).unsqueeze(1)
     with _deterministic_kernels(q):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,11 @@ ablation:
     - {arm: many, of: steps, minus_arm: few, at_least: 40}
     - {arm: few, of: steps, at_least: 100}
 """
+TINY = (
+    FILE.partition("    many:")[0]
+    .replace("steps: 5", "steps: 20")
+    .replace("seeds: [1, 2]", "seeds: [1]\n  episodes: 8\n  tracking: {lengths: [20]}")
+)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +161,39 @@ def test_an_interrupted_table_goes_on(counted: tuple[Path, list[tuple[int, int]]
     assert "at least 100: FAILS" in outcome.table
     assert ablation.run(path, out=out, say=quiet).table == outcome.table  # nothing is run again
     assert len(runs) == 6
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_runs_an_arm_and_the_other_waits(tmp_path: Path) -> None:
+    """Both print its result, which is stored once."""
+    path, out = tmp_path / "steps.yaml", tmp_path / "out"
+    path.write_text(TINY)
+    command = [sys.executable, "-m", "cdrmix.cli", "ablate", "--config", str(path), "--out", str(out)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    told = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    (line,) = (out / ablation.RESULTS).read_text().splitlines()
+    assert json.loads(line)["seed"] == 1
+    assert sum("continues after" in text or ", step " in text for text in told) == 1, "one trained"
+    assert all("steps, few, seed 1: last8@20" in text for text in told)
+    assert not [*(out / ablation.UNFINISHED).iterdir()]
+
+
+def test_a_run_of_other_code_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, said = tmp_path / "steps.yaml", []
+    path.write_text(TINY)
+
+    def say(text: str) -> None:
+        said.append(text)
+        if text.startswith("  tracking, step 6:"):
+            raise KeyboardInterrupt
+
+    for code in ("one", "one", "other"):
+        monkeypatch.setattr(ablation, "_code", lambda code=code: code)
+        with pytest.raises(KeyboardInterrupt):
+            ablation.run(path, out=tmp_path / "out", say=say)
+    assert [text for text in said if "continues" in text] == ["  tracking: continues after step 5"]
+    assert sum("is of another version of the code" in text for text in said) == 1
 
 
 def test_a_folder_is_checked_as_a_whole_and_then_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from cdrmix.reason.controller.acceptance import AcceptancePhase, answer, measure
 from cdrmix.reason.controller.controller import Controller, EpisodeState, always, by_head, by_value, never
 from cdrmix.reason.episodes import FIRST_HELD_OUT, Probe, TokenSource
 from cdrmix.reason.experiments.base import small_model
+from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.heads import ControllerHeads
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.phase import phase_config, train_alone
+from cdrmix.reason.phase import phase_config
 from cdrmix.reason.sources import source_of
 
 FILE = "configs/ablations/accept-head.yaml"
@@ -64,7 +65,7 @@ def train(*overrides: str) -> tuple[StageBModel, list[dict[str, float]], Accepta
     assert config.reasoning is not None
     phase = AcceptancePhase(config, source)
     section = config.reasoning.phases.acceptance.model_copy(update={"learning_rate": 3e-2, "warmup_steps": 0})
-    return model, train_alone(phase_config(config, section), model, phase), phase
+    return model, Trial().train(phase_config(config, section), model, phase), phase
 
 
 @pytest.mark.usefixtures("judged")

@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, cast, get_args
 
@@ -21,7 +22,7 @@ import torch
 import cdrmix
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Ablation
-from cdrmix.durable import write_atomically
+from cdrmix.durable import only_process, sha256_file, write_atomically
 from cdrmix.errors import ConfigError
 from cdrmix.kernels.common.products import set_num_threads
 from cdrmix.reason.experiments import (  # noqa: F401  # they register themselves
@@ -134,27 +135,56 @@ def _run(planned: Planned, seeds: Sequence[int] | None, out: str | Path | None, 
     folder = Path("experiments/ablations" if out is None else out)
     folder.mkdir(parents=True, exist_ok=True)
     known = _read(folder / RESULTS, say)
+    for mark in known:  # of a process that was killed between the two
+        shutil.rmtree(folder / UNFINISHED / mark, ignore_errors=True)
     measured: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in cells}
     spent: dict[str, float] = {}
     for seed in ablation.seeds if seeds is None else seeds:
         for arm, cell in cells.items():
             mark = fingerprint(cell, seed)
-            if mark not in known:
-                say(f"{name}, {arm}, seed {seed} ...")
-                unfinished = folder / UNFINISHED / mark
-                known[mark] = line = _run_one(cell, seed, mark, f"{name}, {arm}", Trial(say, unfinished))
-                _append(folder / RESULTS, line)
-                shutil.rmtree(unfinished, ignore_errors=True)
-            line = known[mark]
+            line = known.get(mark) or _new_line(folder, cell, seed, mark, f"{name}, {arm}", say)
+            known[mark] = line
             measured[arm][seed] = {key: float(cast(float, value)) for key, value in _mapping(line["measured"]).items()}
             spent[mark] = float(cast(float, line["seconds"]))
             figures = ", ".join(f"{key} {value:.3f}" for key, value in measured[arm][seed].items())
             say(f"{name}, {arm}, seed {seed}: {figures} ({line['seconds']} s)")
     table = markdown(name, ablation, measured, sum(spent.values()))
-    write_atomically(folder / f"{name}.md", table)
+    with only_process(folder / f"{name}.lock", lambda: None):
+        write_atomically(folder / f"{name}.md", table)
     say(table)
     verdicts = tuple(judge(demand, measured) for demand in ablation.demands)
     return Outcome(name, table, measured, verdicts, spent)
+
+
+def _new_line(folder: Path, cell: Config, seed: int, mark: str, what: str, say: Say) -> Mapping[str, object]:
+    """The result of a run that has none yet, stored. Of two processes, one runs it and the other waits."""
+    checkpoints = folder / UNFINISHED / mark
+    checkpoints.parent.mkdir(exist_ok=True)
+
+    def waiting() -> None:
+        say(f"{what}, seed {seed}: another process runs it; waiting")
+
+    with only_process(checkpoints.with_suffix(".lock"), waiting):
+        line = _read(folder / RESULTS, lambda text: None).get(mark)
+        if line is None:
+            say(f"{what}, seed {seed} ...")
+            of_this_code = checkpoints / _code()
+            if checkpoints.exists() and not of_this_code.exists():
+                say(f"  begins again: {checkpoints} is of another version of the code")
+                shutil.rmtree(checkpoints)
+            line = _run_one(cell, seed, mark, what, Trial(say, of_this_code))
+            _append(folder / RESULTS, line)
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    return line
+
+
+@cache
+def _code() -> str:
+    """A hash of the package's Python files: a run does not go on with other code than it began with."""
+    folder, digest = Path(cdrmix.__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)} {sha256_file(path)}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def fingerprint(config: Config, seed: int) -> str:
@@ -203,9 +233,9 @@ def _append(path: Path, line: Mapping[str, object]) -> None:
         os.fsync(file.fileno())
 
 
-def _read(path: Path, say: Say) -> dict[str, dict[str, object]]:
+def _read(path: Path, say: Say) -> dict[str, Mapping[str, object]]:
     """The stored results by their marks. A damaged line is left out; its arm is run again."""
-    known: dict[str, dict[str, object]] = {}
+    known: dict[str, Mapping[str, object]] = {}
     if not path.exists():
         return known
     for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):

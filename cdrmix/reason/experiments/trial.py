@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import Preempted
+from cdrmix.errors import ConfigError, Preempted
 from cdrmix.inference.checkpoints import newest_whole_checkpoint
 from cdrmix.reason.agent.policy import PolicyPhase
 from cdrmix.reason.model import StageBModel
@@ -32,7 +33,7 @@ class Trial:
 
     say: prints a line; None: nothing is printed. folder: takes the checkpoints of each phase, and the next trial with
         this folder and the same configuration goes on from them with the same bits; None: no checkpoints.
-    seconds: training time of earlier trials that this one has continued.
+    seconds: of earlier trials that this one has continued, the time of the steps that their checkpoints have.
     """
 
     def __init__(self, say: Say | None = None, folder: Path | None = None) -> None:
@@ -57,7 +58,7 @@ class Trial:
         world = join(config)
         engine = make_engine(config, model, world)
         history = _History(phase.name, steps, self.say)
-        progress, saver = Progress(), None
+        progress, saver, store = Progress(), None, None
         if self._folder is not None and _continues(phase):
             store = _Store(self._folder / phase.name)
             newest = newest_whole_checkpoint(store.checkpoints, self.say)
@@ -80,6 +81,11 @@ class Trial:
         except Preempted:
             again = "" if saver is None else "; the same command goes on from there"
             raise Preempted(f"{phase.name}: stopped after step {trainer.progress.step} of {steps}{again}") from None
+        except ConfigError:
+            # Of a phase that learns nothing. It counts such steps from where it begins, so it has to begin again.
+            if store is not None:
+                shutil.rmtree(store.checkpoints)
+            raise
         return history.records
 
 
