@@ -83,6 +83,7 @@ plan plastic/narrow_training 150
 plan plastic/wide_training 150
 plan reason_tests 200 "$tests tests/reason"
 plan rl/adapters 120
+plan rl/graphs 150
 plan scan_smallest 100 '"$PYTHON" benchmarks/smallest.py --suite scan'
 plan scan/h32_k16_training 150
 plan scan/mamba_training 150

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed")
 
 from cdrmix.config.schema import Config
+from cdrmix.model import compiled
 from cdrmix.reason.experiments import ablation, token_memory
 from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.model import StageBModel
@@ -82,6 +84,23 @@ def test_an_arm_has_the_same_weights_and_measurements_twice(
         bits.clear()
     assert found[0][0]
     assert found[0] == found[1]
+
+
+def test_a_process_alone_rolls_out_by_the_compiled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of the model, by which processes agree on their passes, would turn it off."""
+    name, arm, short = CASES["policy"]
+    found: list[object] = []
+    make = compiled.decoder
+
+    def decoder(*arguments: Any, **options: Any) -> Any:
+        found.append(make(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(compiled, "decoder", decoder)
+    few = [f"{PHASES}imitation.steps=1", f"{PHASES}policy={{steps: 1, growth_steps: 1}}"]
+    ablation.run(FILES / f"{name}.yaml", [*short, *SHORT, *few], [1], tmp_path, arms=[arm], say=quiet)
+    assert found
+    assert None not in found
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from cdrmix.config.schema_reasoning import (
     Rl,
 )
 from cdrmix.errors import ConfigError
-from cdrmix.model import compiled
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent import policy
 from cdrmix.reason.agent.agent import Reading, Rewards, TokenMemory, read_episodes
@@ -396,24 +395,6 @@ def test_imitation_learns(training: Callable[[Config, int, float], Config]) -> N
     first = sum(one.total.item() for one in outcomes(phase, model))
     *_, last = Trial().train(training(config, 60, 1e-2), model, phase)
     assert last["loss"] < 0.7 * first
-
-
-def test_a_process_alone_rolls_out_by_the_compiled_step(
-    monkeypatch: pytest.MonkeyPatch, training: Callable[[Config, int, float], Config]
-) -> None:
-    """A hook of the model, by which processes agree on their passes, would turn it off."""
-    found, make = [], compiled.decoder
-
-    def decoder(*arguments: Any, **options: Any) -> Any:
-        found.append(make(*arguments, **options))
-        return found[-1]
-
-    monkeypatch.setattr(compiled, "decoder", decoder)
-    config = training(config_of(), 1, 1e-3)
-    in_float32 = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp32"})})
-    Trial().train(in_float32, model_of(), phase_of())
-    assert found
-    assert None not in found
 
 
 def test_rollouts_in_parts_are_those_of_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
