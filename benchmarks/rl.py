@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from cases import Case, Options, Result, quantiles
@@ -262,20 +263,18 @@ def with_graphs(path: Path, overrides: tuple[str, ...], options: Options) -> Res
     be_deterministic()
 
     def tokens(rows: int, switch: str) -> int:
-        os.environ[graphs.SWITCH] = switch
-        with Autocast(model, device.type, precision).precision():
+        switched = mock.patch.dict(os.environ, {graphs.SWITCH: switch})
+        with switched, Autocast(model, device.type, precision).precision():
             made = generate(model, prompt, new_tokens, temperature=1.0, generator=generator, group=rows)
         return int(made.mask_BN.sum())  # waits for the device
 
     names = [(rows, switch) for rows in GRAPHS_ROWS for switch in "01"]
     rates: dict[tuple[int, str], list[float]] = {each: [] for each in names}
-    before = os.environ.get(graphs.SWITCH)
     for number in range(options.blocks + 2):
         for each in names:
             found = _rate(functools.partial(tokens, *each))
             if number > 1:  # the first ones compile kernels and allocate memory
                 rates[each].append(found)
-    os.environ.pop(graphs.SWITCH) if before is None else os.environ.update({graphs.SWITCH: before})
     figures: dict[str, float | None] = {}
     for rows in GRAPHS_ROWS:
         pairs = zip(rates[rows, "1"], rates[rows, "0"], strict=True)

@@ -33,6 +33,15 @@ def lock_file(file: IO[str], used: Callable[[], str]) -> None:
         raise ConfigError(f"{used()}; wait until it ends, or stop it") from error
 
 
+def wait_for_lock(file: IO[str], waiting: Callable[[], None]) -> None:
+    """Locks an open file against other processes, until it is closed. waiting: is called if another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        waiting()
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
 @contextmanager
 def only_process(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """A context that one process of this machine at a time can enter. `path` is its lock file, which is removed.
@@ -40,11 +49,7 @@ def only_process(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     waiting: is called if another process is in it.
     """
     with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_lock(file, waiting)
         yield
         path.unlink(missing_ok=True)
 

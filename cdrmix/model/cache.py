@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,13 @@ from torch import Tensor
 
 from cdrmix.model.block import BlockCache
 from cdrmix.model.language_model import Cache
-from cdrmix.model.mixers.attention import AttentionCache, KeyValueBuffer, RaggedAttentionCache, by_row
+from cdrmix.model.mixers.attention import (
+    AttentionCache,
+    FixedAttentionCache,
+    KeyValueBuffer,
+    RaggedAttentionCache,
+    by_row,
+)
 
 
 def select(cache: Cache, rows: Tensor) -> Cache:
@@ -35,11 +41,28 @@ def unread(cache: Cache, rows: int) -> Cache:
             _, heads, _, width = part.keys.shape
             nothing = (rows, heads, 0, width)
             return AttentionCache(part.keys.new_zeros(nothing), part.values.new_zeros(nothing))
-        if isinstance(part, tuple):
-            return _tuple_like(part, map(begun, part))
         return part if part is None else type(part)()
 
-    return tuple(map(begun, cache))
+    return mapped(begun, cache)
+
+
+def mapped(change: Callable[[Any], Any], cache: Cache) -> Cache:
+    """A cache with every tensor, number, None and whole cache of attention changed by a function."""
+
+    def walk(part: Any) -> Any:
+        whole = isinstance(part, AttentionCache | RaggedAttentionCache | FixedAttentionCache)
+        return _tuple_like(part, map(walk, part)) if isinstance(part, tuple) and not whole else change(part)
+
+    return tuple(map(walk, cache))
+
+
+def tensors(part: Any, *, by_row: bool = False) -> Iterator[Tensor]:
+    """All tensors of a state, in their order. by_row: without the places of the next tokens, which rows share."""
+    if isinstance(part, Tensor):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part[:-1] if by_row and isinstance(part, FixedAttentionCache) else part:
+            yield from tensors(each, by_row=by_row)
 
 
 def plastic_only(cache: Cache) -> Cache:

@@ -9,10 +9,10 @@ Graphs are used if the environment variable CDRMIX_CUDA_GRAPHS is 1: their gain 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache as kept
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.errors import ConfigError
-from cdrmix.model.block import BlockCache
+from cdrmix.model.cache import mapped, tensors
 from cdrmix.model.fast_weights import Adapter
 from cdrmix.model.feed_forward.moe import ChannelMix, DenseFeedForward, MoeFeedForward, SkippingFeedForward
 from cdrmix.model.language_model import Cache, LanguageModel
@@ -84,7 +84,7 @@ class CudaGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads may go on
             try:
                 result = step()
-            except RuntimeError:
+            except BaseException:
                 with suppress(RuntimeError):  # it would say that the recording failed, and not why
                     graph.capture_end()
                 raise
@@ -152,15 +152,15 @@ class GraphDecoder:
         moved = [(to, row) for to, row in enumerate(order) if to != row]
         if moved:
             to_M, from_M = torch.tensor(moved, device=self._ids_R1.device).unbind(1)
-            for tensor in _by_row(self._state):
+            for tensor in tensors(self._state, by_row=True):
                 tensor.index_copy_(0, to_M, tensor[from_M])
         return order
 
     def _step(self, rows: int) -> Tensor:
         """Reads `_ids_R1` and changes the state of so many rows in place; returns their logits."""
-        before = tuple(_first(block, rows, self._position) for block in self._state)
+        before = _first(self._state, rows, self._position)
         output = self._model(self._ids_R1[:rows], cache=before, return_cache=True)
-        for old, new in zip(_tensors(before), _tensors(output.cache), strict=True):
+        for old, new in zip(tensors(before), tensors(output.cache), strict=True):
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new)
         return self._model.logits(output.hidden_BTD[:, -1])
@@ -174,7 +174,7 @@ def decoder(model: Any, cache: Cache, rows: int, tokens: int) -> GraphDecoder | 
     return GraphDecoder(model, cache, rows, tokens, recorder_of(next(model.parameters()).device))
 
 
-@kept
+@functools.cache
 def recorder_of(device: torch.device) -> Recorder:
     """The recorder of a device. It is kept, since each stream has memory of its own."""
     return CudaGraphs(device)
@@ -207,44 +207,19 @@ def _fixed(cache: Cache, tokens: int) -> Cache:
             return part.clone(memory_format=torch.contiguous_format)
         if isinstance(part, AttentionCache | RaggedAttentionCache):
             return FixedAttentionCache.of(part, tokens)
-        if isinstance(part, tuple):
-            return type(part)(*map(copied, part)) if hasattr(part, "_fields") else tuple(map(copied, part))
         return part
 
-    return tuple(map(copied, cache))
+    return mapped(copied, cache)
 
 
-def _first(block: BlockCache, rows: int, position: int) -> BlockCache:
-    """The first rows of a block's state, in the same memory, at a position in the chunk of fast weights."""
+def _first(cache: Cache, rows: int, position: int) -> Cache:
+    """The first rows of a state, in the same memory, at a position in the chunk of fast weights."""
 
     def first(part: Any) -> Any:
         if isinstance(part, Tensor):
             return part[:rows]
         if isinstance(part, FixedAttentionCache):
             return FixedAttentionCache(part.keys[:rows], part.values[:rows], part.first_B[:rows], part.next_1)
-        if isinstance(part, tuple):
-            return type(part)(*map(first, part)) if hasattr(part, "_fields") else tuple(map(first, part))
         return part if part is None else position
 
-    result: BlockCache = first(block)
-    return result
-
-
-def _tensors(part: Any) -> Iterator[Tensor]:
-    """All tensors of a state, in their order."""
-    if isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, tuple):
-        for each in part:
-            yield from _tensors(each)
-
-
-def _by_row(part: Any) -> Iterator[Tensor]:
-    """The tensors of a state that have rows."""
-    if isinstance(part, FixedAttentionCache):
-        yield from (part.keys, part.values, part.first_B)
-    elif isinstance(part, Tensor):
-        yield part
-    elif isinstance(part, tuple):
-        for each in part:
-            yield from _by_row(each)
+    return mapped(first, cache)

@@ -163,12 +163,12 @@ class Saver:
         self,
         engine: Engine,
         config: Config,
-        run: Store,
+        store: Store,
         shards: Fingerprints,
         latest: Path | None,
         mirror: Mirroring | None = None,
     ) -> None:
-        self._engine, self._config, self._run, self._shards = engine, config, run, shards
+        self._engine, self._config, self._store, self._shards = engine, config, store, shards
         self.latest, self._mirror = latest, mirror
         beside = config.train.async_checkpoints
         beside = engine.world.device.type == "cuda" if beside == "auto" else beside
@@ -194,7 +194,7 @@ class Saver:
         committed = self.finish()
         self._writer = save_checkpoint(
             self._engine,
-            self._run.checkpoints,
+            self._store.checkpoints,
             progress,
             self._config,
             self._shards,
@@ -205,7 +205,7 @@ class Saver:
         name = self._writer.path.name
         if wait or self._copies is None:
             committed += self.finish()
-        self._run.note(f"the training waited {time.perf_counter() - started:.2f} s for {name}")
+        self._store.note(f"the training waited {time.perf_counter() - started:.2f} s for {name}")
         return committed
 
     @property
@@ -227,10 +227,10 @@ class Saver:
             self._writer = None
         if self._engine.world.is_main_process:
             if self._mirror is None:
-                prune(self._run.checkpoints, Rules.of(self._config.train), self.latest)
+                prune(self._store.checkpoints, Rules.of(self._config.train), self.latest)
             else:
                 self._mirror.committed(self.latest)
-        self._run.note(f"checkpoint {self.latest.name}{' (best)' if self._best else ''}")
+        self._store.note(f"checkpoint {self.latest.name}{' (best)' if self._best else ''}")
         self._engine.world.barrier()
         return [self.latest]
 
@@ -238,7 +238,7 @@ class Saver:
         """Makes an older checkpoint the newest: those after it have rows and weights that the run will not have again.
         Every rank calls, while none is being written."""
         assert self._writer is None
-        self.latest, folder = checkpoint, self._run.checkpoints
+        self.latest, folder = checkpoint, self._store.checkpoints
         if self._engine.world.is_main_process:
             for other in list_checkpoints(folder):
                 if other > checkpoint:
@@ -251,7 +251,7 @@ class Saver:
     def point_best(self, progress: Progress) -> None:
         """Makes the `best` pointer name the best checkpoint of the progress."""
         if self._engine.world.is_main_process:
-            restore_best(self._run.checkpoints, progress)
+            restore_best(self._store.checkpoints, progress)
         self._engine.world.barrier()
 
 

@@ -20,6 +20,7 @@ from cdrmix.config.schema_layers import Bigrams, Depth
 from cdrmix.config.schema_reasoning import Controller, Memory, PlasticLora, Reasoning, Rl
 from cdrmix.errors import ConfigError
 from cdrmix.model import graphs
+from cdrmix.model.cache import tensors
 from cdrmix.model.decoding import Prefix, prefill_rows, repeat
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.ops.backend import assume_platform
@@ -71,7 +72,7 @@ class Traced:
         self.recorded += 1
         assert isinstance(step, partial)
         decoder: graphs.GraphDecoder = step.func.__self__  # type: ignore[attr-defined]  # a bound method
-        state = [*graphs._tensors(decoder._state)]
+        state = [*tensors(decoder._state)]
         before = [tensor.clone() for tensor in state]
         operations = make_fx(step)()
         for tensor, old in zip(state, before, strict=True):
@@ -160,11 +161,11 @@ def test_the_state_that_it_begins_with_is_not_changed(traced: Traced, monkeypatc
     monkeypatch.setenv(graphs.SWITCH, "1")
     model = made({})
     prefix = started(model)
-    before = [tensor.clone() for tensor in graphs._tensors(prefix.cache)]
+    before = [tensor.clone() for tensor in tensors(prefix.cache)]
     for _ in range(2):
         decode(model, prefix, 12, temperature=1.0, generator=torch.Generator().manual_seed(3))
     assert traced.run_again
-    for tensor, old in zip(graphs._tensors(prefix.cache), before, strict=True):
+    for tensor, old in zip(tensors(prefix.cache), before, strict=True):
         assert torch.equal(tensor, old)
 
 

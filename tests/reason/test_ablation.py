@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Demand
 from cdrmix.errors import ConfigError
-from cdrmix.reason.experiments import ablation
+from cdrmix.model import compiled
+from cdrmix.reason.experiments import ablation, token_memory
 from cdrmix.reason.experiments.table import check, estimate, judge, student_quantile, verdict_line
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +43,12 @@ ablation:
     - {arm: many, of: steps, minus_arm: few, at_least: 40}
     - {arm: few, of: steps, at_least: 100}
 """
+HARDER = ROOT / "configs" / "ablations" / "token-memory-harder.yaml"
+SHORT = [
+    "reasoning.phases.imitation.steps=30",
+    "reasoning.phases.policy={steps: 3, growth_steps: 2}",
+    *("ablation.demands=[]", "ablation.chunks=[2]", "ablation.episodes=8"),
+]
 TINY = (
     FILE.partition("    many:")[0]
     .replace("steps: 5", "steps: 20")
@@ -263,3 +271,48 @@ def test_every_file_says_what_it_demands_of_arms_that_it_has(path: Path) -> None
         Config.from_yaml(path, arm.set)
     assert callable(ablation.EXPERIMENTS[section.experiment])
     assert all(verdict_line(judge(demand, {})).endswith("not run") for demand in section.demands)
+
+
+def test_a_process_alone_rolls_out_by_the_compiled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of the model, by which processes agree on their passes, would turn it off."""
+    found: list[object] = []
+    make = compiled.decoder
+
+    def decoder(*arguments: Any, **options: Any) -> Any:
+        found.append(make(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(compiled, "decoder", decoder)
+    few = ["reasoning.phases.imitation.steps=1", "reasoning.phases.policy={steps: 1, growth_steps: 1}"]
+    ablation.run(HARDER, [*SHORT, *few], [1], tmp_path, arms=["policy"], say=quiet)
+    assert found
+    assert None not in found
+
+
+@pytest.mark.slow
+def test_an_arm_that_is_killed_in_any_phase_goes_on(tmp_path: Path) -> None:
+    """It has the measurements of an arm that is not, to the bit, and makes no step again that a checkpoint has."""
+    said: list[str] = []
+
+    def measured(out: str, killed_at: str) -> dict[str, float]:
+        token_memory._IMITATED.clear()  # as in a new process
+        said.clear()
+
+        def say(text: str) -> None:
+            said.append(text.strip())
+            if said[-1].startswith(killed_at):
+                raise KeyboardInterrupt
+
+        outcome = ablation.run(HARDER, [*SHORT], [1], tmp_path / out, arms=["policy"], say=say)
+        return outcome.measured["policy"][1]
+
+    straight = measured("straight", "nothing")
+    for killed_at in ("imitation, step 21:", "policy, step 2:"):
+        with pytest.raises(KeyboardInterrupt):
+            measured("killed", killed_at)
+    assert "imitation: continues after step 20" in said
+    assert measured("killed", "nothing") == straight
+    assert "imitation: continues after step 30" in said
+    assert "policy: continues after step 1" in said
+    assert [line.split(":")[0] for line in said if ", step " in line] == ["policy, step 2", "policy, step 3"]
+    assert not [*(tmp_path / "killed" / ablation.UNFINISHED).iterdir()]

@@ -14,7 +14,7 @@ from torch import Tensor
 from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
 from cdrmix.config.schema_reasoning import Controller as ControllerSection
 from cdrmix.config.schema_reasoning import Memory, PlasticLora, Reasoning, Rl
-from cdrmix.model.cache import fast_weights
+from cdrmix.model.cache import fast_weights, tensors
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.controller.controller import (
@@ -82,16 +82,8 @@ def chunks(rows: int, count: int, seed: int = 1) -> Tensor:
     return torch.randint(0, VOCABULARY, (rows, count, CHUNK), generator=torch.Generator().manual_seed(seed))
 
 
-def leaves(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, tuple):
-        for part in state:
-            yield from leaves(part)
-
-
 def same_bits(one: Any, other: Any) -> bool:
-    ones, others = list(leaves(one)), list(leaves(other))
+    ones, others = list(tensors(one)), list(tensors(other))
     return len(ones) == len(others) > 0 and all(torch.equal(a, b) for a, b in zip(ones, others, strict=True))
 
 
@@ -116,9 +108,9 @@ def test_a_rollback_leaves_no_bit_of_what_was_read(mixers: dict[str, Any], carry
     """After a rollback, state and next logits are those of an episode without the chunk; after a commit they differ."""
     controller, ids = make(carry=carry, dtype=dtype, **mixers), chunks(3, 4)
     before = committed(controller, ids[:, :2])
-    kept = [leaf.clone() for leaf in leaves(before.groups)]
+    kept = [leaf.clone() for leaf in tensors(before.groups)]
     after, _, _ = controller.step(before, ids[:, 2], never)
-    assert all(torch.equal(one, other) for one, other in zip(kept, leaves(after.groups), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(kept, tensors(after.groups), strict=True))
     assert after.groups[0].cache is before.groups[0].cache, "a rollback copies nothing"
     direct, undone = (controller.model.logits(controller.ask(e, ids[:, 3])) for e in (before, after))
     assert torch.equal(direct, undone)
@@ -139,7 +131,7 @@ def test_rows_decide_apart(mixers: dict[str, Any], carry: str) -> None:
         for rows, state in episode.groups:
             rolled = action[rows] == 0
             if carry == "fast" and state is not None and before.groups[0].cache is not None and rolled.any():
-                for a, b in zip(leaves(state), leaves(before.groups[0].cache), strict=True):
+                for a, b in zip(tensors(state), tensors(before.groups[0].cache), strict=True):
                     assert torch.equal(a[rolled], b[rolled])
     assert torch.equal(torch.cat([rows for rows, _ in episode.groups]).sort().values, torch.arange(4))
     assert episode.commits_B.tolist() == actions.sum(1).tolist()
@@ -162,7 +154,7 @@ def test_the_rows_of_an_unlike_decision_keep_their_bits() -> None:
     after = controller.settle(before, proposal, decision_of(mask.long()))
     (group,) = after.groups
     old, new = before.groups[0].cache, proposal.after.groups[0].cache
-    for leaf, left, right in zip(leaves(group.cache), leaves(old), leaves(new), strict=True):
+    for leaf, left, right in zip(tensors(group.cache), tensors(old), tensors(new), strict=True):
         assert torch.equal(leaf[~mask], left[~mask])
         assert torch.equal(leaf[mask], right[mask])
     rolled_back = controller.settle(before, proposal, never(proposal.end_BD()))
@@ -200,7 +192,7 @@ def test_branches_equal_passes_apart(carry: str) -> None:
     written = torch.stack([a[row] for a in fast_weights(state)[:1] for row in range(4)])
     assert (written[0] - written[1]).abs().max() > 1e-6
     rolled_back = many.settle(start_many, proposal, decision_of(torch.tensor([0, 0, 3, 0])))
-    for leaf, old in zip(leaves(rolled_back.groups[0].cache), leaves(start_many.groups[0].cache), strict=True):
+    for leaf, old in zip(tensors(rolled_back.groups[0].cache), tensors(start_many.groups[0].cache), strict=True):
         assert torch.equal(leaf[[0, 1, 3]], old[[0, 1, 3]])
 
 

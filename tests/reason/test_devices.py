@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed")
 
 from cdrmix.config.schema import Config
-from cdrmix.model import compiled
 from cdrmix.reason.experiments import ablation, token_memory
 from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.model import StageBModel
@@ -84,50 +82,3 @@ def test_an_arm_has_the_same_weights_and_measurements_twice(
         bits.clear()
     assert found[0][0]
     assert found[0] == found[1]
-
-
-def test_a_process_alone_rolls_out_by_the_compiled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook of the model, by which processes agree on their passes, would turn it off."""
-    name, arm, short = CASES["policy"]
-    found: list[object] = []
-    make = compiled.decoder
-
-    def decoder(*arguments: Any, **options: Any) -> Any:
-        found.append(make(*arguments, **options))
-        return found[-1]
-
-    monkeypatch.setattr(compiled, "decoder", decoder)
-    few = [f"{PHASES}imitation.steps=1", f"{PHASES}policy={{steps: 1, growth_steps: 1}}"]
-    ablation.run(FILES / f"{name}.yaml", [*short, *SHORT, *few], [1], tmp_path, arms=[arm], say=quiet)
-    assert found
-    assert None not in found
-
-
-@pytest.mark.slow
-def test_an_arm_that_is_killed_in_any_phase_goes_on(tmp_path: Path) -> None:
-    """It has the measurements of an arm that is not, to the bit, and makes no step again that a checkpoint has."""
-    name, arm, short = CASES["policy"]
-    said: list[str] = []
-
-    def measured(out: str, killed_at: str) -> dict[str, float]:
-        token_memory._IMITATED.clear()  # as in a new process
-        said.clear()
-
-        def say(text: str) -> None:
-            said.append(text.strip())
-            if said[-1].startswith(killed_at):
-                raise KeyboardInterrupt
-
-        outcome = ablation.run(FILES / f"{name}.yaml", [*short, *SHORT], [1], tmp_path / out, arms=[arm], say=say)
-        return outcome.measured[arm][1]
-
-    straight = measured("straight", "nothing")
-    for killed_at in ("imitation, step 21:", "policy, step 2:"):
-        with pytest.raises(KeyboardInterrupt):
-            measured("killed", killed_at)
-    assert "imitation: continues after step 20" in said
-    assert measured("killed", "nothing") == straight
-    assert "imitation: continues after step 30" in said
-    assert "policy: continues after step 1" in said
-    assert [line.split(":")[0] for line in said if ", step " in line] == ["policy, step 2", "policy, step 3"]
-    assert not [*(tmp_path / "killed" / ablation.UNFINISHED).iterdir()]

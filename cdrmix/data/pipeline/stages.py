@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cdrmix.data.pipeline.executor import Executor
-from cdrmix.durable import write_atomically
+from cdrmix.durable import wait_for_lock, write_atomically
 
 Task = TypeVar("Task")
 Say = Callable[[str], None]
@@ -169,11 +169,7 @@ def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
     """
     me = f"{socket.gethostname()} {os.getpid()}"
     with lock.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("Another process is preparing this text; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_lock(file, lambda: say("Another process is preparing this text; waiting for it"))
         told_user = False
         while (
             (holder := lock.read_text())

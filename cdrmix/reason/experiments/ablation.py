@@ -215,7 +215,7 @@ def _run_one(config: Config, seed: int, mark: str, what: str, trial: Trial) -> d
         measured = EXPERIMENTS[config.ablation.experiment](config, seed, trial)
     finally:
         set_num_threads(threads)
-    seconds = round(trial.seconds + time.perf_counter() - begun, 1)
+    seconds = round(trial.earlier_seconds + time.perf_counter() - begun, 1)
     where = {
         "device": torch.cuda.get_device_name() if device_type(config.run.device) == "cuda" else "cpu",
         "threads": config.run.threads or 1,

@@ -33,12 +33,12 @@ class Trial:
 
     say: prints a line; None: nothing is printed. folder: takes the checkpoints of each phase, and the next trial with
         this folder and the same configuration goes on from them with the same bits; None: no checkpoints.
-    seconds: of earlier trials that this one has continued, the time of the steps that their checkpoints have.
+    earlier_seconds: of earlier trials that this one continues, the time of the steps that their checkpoints have.
     """
 
     def __init__(self, say: Say | None = None, folder: Path | None = None) -> None:
         self._say, self._folder = say, folder
-        self.seconds = 0.0
+        self.earlier_seconds = 0.0
 
     def say(self, text: str) -> None:
         """Prints a line."""
@@ -64,7 +64,7 @@ class Trial:
             newest = newest_whole_checkpoint(store.checkpoints, self.say)
             if newest is not None:
                 progress = load_checkpoint(engine, newest, config, GENERATED)
-                self.seconds += progress.seconds
+                self.earlier_seconds += progress.seconds
                 self.say(f"  {phase.name}: continues after step {progress.step}")
             saver = Saver(engine, config, store, GENERATED, latest=newest)
         trainer = Trainer(
