@@ -313,8 +313,10 @@ def test_notes_are_demonstrated_after_their_passages(write: Write, tokenizer: Te
 
 
 def test_chunks_end_with_sentences(tokenizer: TextTokenizer) -> None:
-    """No sentence of fewer tokens than a quarter of a chunk lies in two chunks, and no token is lost."""
-    text = "It is 7. Is it? Yes! One\nTwo. " * 40
+    """No sentence of fewer tokens than half of a chunk lies in two chunks, and no token is lost."""
+    longest = "Is it seven, or?"
+    assert CHUNK / 4 < len(tokenizer.encode(longest)) < CHUNK / 2
+    text = f"It is 7. {longest} Yes! One\nTwo. " * 40
     pieces = [tokenizer.token_bytes(token) for token in tokenizer.encode(text)]
     for first in (None, 5, 17):
         bounds = chunk_bounds(pieces, CHUNK, first)
