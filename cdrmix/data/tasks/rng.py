@@ -87,6 +87,14 @@ def sentences_of(document: str) -> Iterator[str]:
             yield words
 
 
+def joined(sentences: Iterable[str]) -> str:
+    """Sentences as one text: with a space after each, and a line break after one without an end, such as a line of code.
+
+    A space there would make the next sentence a part of that line.
+    """
+    return "".join(f"{text} " if text.endswith((".", "!", "?")) else f"{text}\n" for text in sentences)[:-1]
+
+
 class Rng:
     """Random choices that depend on the seed, the task and the number of the example, in every version of Python.
 
@@ -182,7 +190,7 @@ class Rng:
     def among_filler(self, facts: Sequence[str], characters: int, without: Sequence[str] = ()) -> str:
         """The facts in their order, at random positions among filler sentences, about `characters` in total."""
         filler = self.passage(characters - sum(len(fact) + 1 for fact in facts), without)
-        return " ".join(self.interleaved(facts, filler))
+        return joined(self.interleaved(facts, filler))
 
     def interleaved(self, facts: Sequence[str], filler: Sequence[str]) -> list[str]:
         """Facts and filler in one list, each in its own order. Every interleaving has the same probability."""

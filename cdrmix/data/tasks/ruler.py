@@ -16,7 +16,7 @@ from itertools import pairwise
 from string import ascii_lowercase, ascii_uppercase
 
 from cdrmix.data.tasks.example import ANSWER, Example, Length, listed, task
-from cdrmix.data.tasks.rng import Rng
+from cdrmix.data.tasks.rng import Rng, joined
 from cdrmix.errors import ConfigError
 
 REPEATED = 5  # sentences of the passage that a haystack of one passage repeats
@@ -118,8 +118,8 @@ def needles(rng: Rng, difficulty: Needles) -> Example:
     question = f"\nQuestion: What {be} the hidden {noun} of {listed(asked)}?\n{ANSWER}"
     lines = [needle(difficulty, key, value) for key, value in facts]
     missing = difficulty.characters - len(before) - len(question) - sum(len(line) + 1 for line in lines)
-    separator = " " if difficulty.haystack == "text" else "\n"
-    text = separator.join(rng.interleaved(lines, haystack(rng, difficulty, keys, missing)))
+    pieces = rng.interleaved(lines, haystack(rng, difficulty, keys, missing))
+    text = joined(pieces) if difficulty.haystack == "text" else "\n".join(pieces)
     return Example(before + text + question, "", f" {', '.join(answers)}", tuple(answers))
 
 
