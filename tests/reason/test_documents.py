@@ -342,6 +342,23 @@ def test_a_task_without_chunks_is_cut_into_them(task: str, tokenizer: TextTokeni
         assert made.text(question_Q.tolist()) == asked.question
 
 
+@pytest.mark.parametrize("task", ["babilong_qa1", "ruler_niah_single_2"])
+def test_a_fact_among_lines_of_code_lies_in_one_chunk(task: str, tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    """The lines have no full stops, so that only their breaks say where a sentence begins."""
+    (tmp_path / "code.py").write_text("\n".join(f"    part {number} = item" for number in range(1000)))
+    section = EpisodesOfDocuments.model_validate(
+        {"task": task, "filler": {"kind": "text", "paths": [str(tmp_path / "code.py")]}}
+    )
+    made = source_of(section, 2 * CHUNK, tokenizer)
+    for number in range(FIRST_HELD_OUT, FIRST_HELD_OUT + 10):
+        chunks_NC = made.batch([number], 16).chunks_BNC[0].tolist()
+        read = "".join(tokenizer.decode([token for token in chunk if token != made.pad]) for chunk in chunks_NC)
+        facts = re.findall(r"(?:(?:Agnes|Bruno|Clara|Edgar) \w+ to|The hidden number of \w+ is) [^.]+\.", read)
+        assert facts
+        whole = [fact for chunk in chunks_NC for fact in facts if fact in made.text(chunk)]
+        assert set(whole) == set(facts)
+
+
 def test_a_story_is_demonstrated_among_text_of_files(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     """The last memory answers the question, and held-out documents have other filler than those of the training."""
     (tmp_path / "book.txt").write_text(" ".join(f"Line {number} of a book." for number in range(1000)))

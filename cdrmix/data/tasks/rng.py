@@ -88,7 +88,7 @@ def sentences_of(document: str) -> Iterator[str]:
 
 
 def joined(sentences: Iterable[str]) -> str:
-    """Sentences as one text: with a space after each, and a line break after one without an end, such as a line of code.
+    """Sentences as one text: with a space after each, and a line break after what has no end, such as a line of code.
 
     A space there would make the next sentence a part of that line.
     """
