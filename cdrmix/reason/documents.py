@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -64,8 +65,8 @@ class Document(NamedTuple):
 class DocumentEpisodes(TextEpisodes):
     """Documents as episodes. Documents with fewer chunks than others of the batch end with chunks of padding.
 
-    In training the first chunk may be shorter, so that every fact lies in one chunk. Held-out documents are cut as
-    `Session` cuts them; the chunk of a fact is the one in which it ends.
+    In training the first chunk may be shorter, so that every fact or passage of a note lies in one chunk. Held-out
+    documents are cut as `Session` cuts them; the chunk of a fact is the one in which it ends.
     """
 
     least_chunks = 1
@@ -92,7 +93,7 @@ class DocumentEpisodes(TextEpisodes):
         for document in documents:
             if problem := self._problem(document, chunks):
                 raise ConfigError(f"{document.place}: {problem}")
-        cut = [self._cut(document, chunks, number) for document, number in zip(documents, numbers, strict=True)]
+        cut = [self._chunks_of(document, chunks, number) for document, number in zip(documents, numbers, strict=True)]
         count = max(1, *(len(pieces) for pieces, _ in cut))
         facts = [[self._encoded(f" {fact}") for fact in document.facts] for document in documents]
         most, width = max(map(len, facts)), max((len(fact) for those in facts for fact in those), default=1)
@@ -126,33 +127,32 @@ class DocumentEpisodes(TextEpisodes):
         documents = [self.document(number, chunks) for number in numbers]
         if documents[0].notes is None:
             return None
-        rows = [self._memories(document) for document in documents]
+        rows = [self._memories(document, chunks, number) for document, number in zip(documents, numbers, strict=True)]
         count, width = max(map(len, rows)), max(1, *(len(ids) for row in rows for ids in row))
         return torch.stack(
             [torch.stack([self._padded(ids, width) for ids in [*row, *[[]] * (count - len(row))]]) for row in rows]
         )
 
-    def _memories(self, document: Document) -> list[list[int]]:
+    def _memories(self, document: Document, chunks: int, number: int) -> list[list[int]]:
         """The memory after each chunk: that of the last note whose passage has ended."""
         assert document.notes is not None
-        ids = self._tokens(document.context)
         texts = ["", *(note.memory for note in document.notes)]
-        ends = self._note_ends(document, ids)
-        memories = [texts[bisect_right(ends, bound)] for bound in self._bounds(ids)[1:]]
+        ends = [last + 1 for _, last in self._note_spans(document)]
+        memories = [texts[bisect_right(ends, bound)] for bound in self._cut(document, chunks, number)[1:]]
         return [self._encoded(f" {text}") if text else [] for text in memories]
 
-    def _note_ends(self, document: Document, ids: Sequence[int]) -> list[int]:
-        """The number of tokens up to the end of each note's passage. Raises ConfigError if the tokenizer changes it."""
+    def _note_spans(self, document: Document) -> list[tuple[int, int]]:
+        """The first and the last token of each note's passage. Raises ConfigError if the tokenizer changes it."""
         assert document.notes is not None
-        pieces = self._pieces(ids)
-        found = _ends_in_order(b"".join(pieces), [note.passage.encode() for note in document.notes])
+        pieces = self._pieces(self._tokens(document.context))
+        passages = [note.passage.encode() for note in document.notes]
+        found = _ends_in_order(b"".join(pieces), passages)
         if len(found) < len(document.notes):
             raise ConfigError(
                 f"{document.place}: the tokenizer changes the passage {document.notes[len(found)].passage!r} of a note;"
                 " write it as the tokenizer does"
             )
-        ends: list[int] = (np.searchsorted(np.cumsum([len(piece) for piece in pieces]), found) + 1).tolist()
-        return ends
+        return _tokens_at(pieces, [(end - len(each), end - 1) for end, each in zip(found, passages, strict=True)])
 
     def _pieces(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of each token."""
@@ -177,40 +177,44 @@ class DocumentEpisodes(TextEpisodes):
             return f"the document has {count} chunks of {self.chunk} tokens; raise chunks={chunks}, or reasoning.chunk"
         return None
 
-    def _cut(self, document: Document, chunks: int, number: int) -> tuple[list[list[int]], list[int]]:
+    def _chunks_of(self, document: Document, chunks: int, number: int) -> tuple[list[list[int]], list[int]]:
         """The tokens of each chunk, and the chunk of each fact; -1 in training for a fact that lies in two chunks."""
-        ids = self._tokens(document.context)
-        spans, bounds = self._spans(ids, document.facts), self._bounds(ids)
-        if number >= FIRST_HELD_OUT:
-            places = [_chunk_at(bounds, those[0][1]) if those else -1 for those in spans]
-        else:
-            places = [_chunk_of(bounds, those) for those in spans]
-            if min(places, default=0) < 0 and document.notes is None:  # notes are of the plain cut
-                bounds, places = self._shifted(ids, spans, chunks)
+        ids, bounds, spans = self._tokens(document.context), self._cut(document, chunks, number), self._spans(document)
+        ends = number >= FIRST_HELD_OUT
+        places = [_chunk_at(bounds, each[0][1]) if ends and each else _chunk_of(bounds, each) for each in spans]
         return [list(ids[start:end]) for start, end in pairwise(bounds)], places
 
-    def _shifted(
-        self, ids: Sequence[int], spans: Sequence[Sequence[tuple[int, int]]], chunks: int
-    ) -> tuple[list[int], list[int]]:
-        """The cut with a shorter first chunk that has the fewest facts in two chunks, and the chunk of each fact."""
-        cuts = [self._bounds(ids, shift) for shift in range(self.chunk)]
-        cuts = [bounds for bounds in cuts if len(bounds) - 1 <= chunks] or cuts[:1]
-        of_cuts = [(bounds, [_chunk_of(bounds, those) for those in spans]) for bounds in cuts]
-        return min(of_cuts, key=lambda cut: sum(place < 0 for place in cut[1]))
+    def _cut(self, document: Document, chunks: int, number: int) -> list[int]:
+        """Where the chunks begin and end: in training with the first chunk that leaves the fewest passages in two."""
+        ids = self._tokens(document.context)
+        if number >= FIRST_HELD_OUT:
+            return self._bounds(ids)
+        spans = self._spans(document) if document.notes is None else [[span] for span in self._note_spans(document)]
 
-    def _spans(self, ids: Sequence[int], passages: Sequence[str]) -> list[list[tuple[int, int]]]:
-        """The first and the last token of every place of each passage; none if the tokenizer changes it."""
-        pieces = self._pieces(ids)
-        text, ends = b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
-        spans: list[list[tuple[int, int]]] = []
-        for wanted in (passage.encode() for passage in passages):
-            spans.append([])
-            start = text.find(wanted)
-            while start >= 0:
-                first, last = np.searchsorted(ends, [start, start + len(wanted) - 1], side="right").tolist()
-                spans[-1].append((int(first), int(last)))
-                start = text.find(wanted, start + 1)
+        def divided(bounds: Sequence[int]) -> int:
+            return sum(_chunk_of(bounds, those) < 0 for those in spans)
+
+        if not divided(plain := self._bounds(ids)):
+            return plain
+        cuts = [self._bounds(ids, shift) for shift in range(self.chunk)]
+        return min([cut for cut in cuts if len(cut) - 1 <= chunks] or [plain], key=divided)
+
+    def _spans(self, document: Document) -> list[list[tuple[int, int]]]:
+        """The first and the last token of every place of each fact; none if the tokenizer changes it."""
+        pieces = self._pieces(self._tokens(document.context))
+        text = b"".join(pieces)
+        spans = []
+        for wanted in (fact.encode() for fact in document.facts):
+            begun = [match.start() for match in re.finditer(b"(?=%s)" % re.escape(wanted), text)]
+            spans.append(_tokens_at(pieces, [(start, start + len(wanted) - 1) for start in begun]))
         return spans
+
+
+def _tokens_at(pieces: Sequence[bytes], places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The tokens of the first and the last byte of passages."""
+    ends = np.cumsum([len(piece) for piece in pieces])
+    found = np.searchsorted(ends, np.array(places, dtype=np.int64).reshape(-1, 2), side="right").tolist()
+    return [(first, last) for first, last in found]
 
 
 def _chunk_at(bounds: Sequence[int], token: int) -> int:
@@ -273,7 +277,7 @@ class FileDocuments(DocumentEpisodes):
                 (document.place, problem) for document in train if (problem := self._memory_problem(document, memory))
             ]
             for document in train if train[0].notes is not None else ():
-                self._note_ends(document, self._tokens(document.context))  # raises for what the tokenizer changes
+                self._note_spans(document)  # raises for what the tokenizer changes
         if found:
             place, problem = found[0]
             rest = f" ({len(found) - 1:,} other documents do not fit either)" if len(found) > 1 else ""

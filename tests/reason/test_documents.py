@@ -95,20 +95,28 @@ def test_chunks_are_the_document_and_hold_its_facts(write: Write, tokenizer: Tex
     )
 
 
-def test_a_long_fact_lies_in_one_chunk(write: Write, tokenizer: TextTokenizer) -> None:
+@pytest.mark.parametrize("demonstrated", ["facts", "notes"])
+def test_a_long_fact_lies_in_one_chunk(demonstrated: str, write: Write, tokenizer: TextTokenizer) -> None:
     """A fact of more than a quarter of a chunk lies in two chunks of the plain cut, and in one of the training."""
 
     def long_row(number: int) -> dict[str, Any]:
         fact = f"The old garden and the yellow river and the broken lamp are {1000 + number}"
         filler = "The river turned beside the letter " * (1 + number % 4)
-        return row_of(number, context=f"{filler}{fact} {filler}".strip(), facts=[fact])
+        given = {"facts": [fact]} if demonstrated == "facts" else {"notes": [{"passage": fact, "memory": "A fact."}]}
+        return {**row_of(number), "context": f"{filler}{fact} {filler}".strip(), "facts": [], **given}
 
     made = source(write(*(long_row(number) for number in range(40))), tokenizer, chunks=8)
     split = 0
     for number in range(40 - made.held_out):
         document, episodes = made.document(number, 8), made.batch([number], 8)
-        fact = document.facts[0]
-        assert fact in made.text(episodes.chunks_BNC[0, int(episodes.fact_chunk_BF[0, 0])].tolist())
+        memories = made.memories([number], 8)
+        fact = document.facts[0] if document.notes is None else document.notes[0].passage
+        place = (
+            int(episodes.fact_chunk_BF[0, 0])
+            if memories is None
+            else int((memories[0] != made.pad).any(1).int().argmax())
+        )
+        assert fact in made.text(episodes.chunks_BNC[0, place].tolist())
         split += not any(fact in tokenizer.decode(ids) for ids in cut(tokenizer, document.context, CHUNK))
     assert split > 0
 
