@@ -65,8 +65,8 @@ class Document(NamedTuple):
 class DocumentEpisodes(TextEpisodes):
     """Documents as episodes. Documents with fewer chunks than others of the batch end with chunks of padding.
 
-    In training the first chunk may be shorter, so that every fact or passage of a note lies in one chunk. Held-out
-    documents are cut as `Session` cuts them; the chunk of a fact is the one in which it ends.
+    In training the first chunk may be shorter, so that facts and passages of notes lie in one, if `chunks` allows it.
+    Held-out documents are cut as `Session` cuts them; the chunk of a fact is the one in which it ends.
     """
 
     least_chunks = 1
@@ -158,9 +158,9 @@ class DocumentEpisodes(TextEpisodes):
         """The bytes of each token."""
         return [self.tokenizer.token_bytes(token) for token in ids]
 
-    def _bounds(self, ids: Sequence[int], shift: int = 0) -> list[int]:
-        """Where the chunks begin and end. shift: tokens that the first chunk lacks."""
-        return chunk_bounds(self._pieces(ids), self.chunk, self.chunk - shift)
+    def _bounds(self, ids: Sequence[int]) -> list[int]:
+        """Where the chunks begin and end as `Session` cuts."""
+        return chunk_bounds(self._pieces(ids), self.chunk)
 
     def _chunks(self, ids: Sequence[int]) -> int:
         return len(self._bounds(ids)) - 1
@@ -194,15 +194,17 @@ class DocumentEpisodes(TextEpisodes):
         def divided(bounds: Sequence[int]) -> int:
             return sum(_chunk_of(bounds, those) < 0 for those in spans)
 
-        if not divided(plain := self._bounds(ids)):
-            return plain
-        cuts = [self._bounds(ids, shift) for shift in range(self.chunk)]
-        return min([cut for cut in cuts if len(cut) - 1 <= chunks] or [plain], key=divided)
+        pieces, best = self._pieces(ids), self._bounds(ids)
+        for first in range(self.chunk - 1, 0, -1):
+            if not divided(best):
+                break
+            cut = chunk_bounds(pieces, self.chunk, first)
+            best = cut if len(cut) - 1 <= chunks and divided(cut) < divided(best) else best
+        return best
 
     def _spans(self, document: Document) -> list[list[tuple[int, int]]]:
         """The first and the last token of every place of each fact; none if the tokenizer changes it."""
-        pieces = self._pieces(self._tokens(document.context))
-        text = b"".join(pieces)
+        text = b"".join(pieces := self._pieces(self._tokens(document.context)))
         spans = []
         for wanted in (fact.encode() for fact in document.facts):
             begun = [match.start() for match in re.finditer(b"(?=%s)" % re.escape(wanted), text)]

@@ -277,3 +277,11 @@ def test_a_passage_is_at_most_one_sentence_too_long(number: int, characters: int
         length = sum(len(sentence) + 1 for sentence in passage)
         assert length >= characters
         assert length - (len(passage[-1]) + 1 if passage else 0) < max(characters, 1)
+
+
+@pytest.mark.parametrize("task", ["poisoned_recall", "chunk_recall", "chunk_hops"])
+def test_a_chunk_is_a_paragraph_among_lines_of_code(task: str) -> None:
+    """In poisoned_recall the last sentence of a paragraph is about all of it."""
+    filler = Filler(["\n".join(f"part {number} = item" for number in range(1000))])
+    text = make_example(task, 1, 0, 3000, filler=filler).prompt.partition("\nQuestion: ")[0]
+    assert text.split("\n") == [chunk for chunk in episode(task, 1, 0, 3000, filler=filler).chunks if chunk]

@@ -148,7 +148,7 @@ def variable_tracking(rng: Rng, difficulty: Tracking) -> Example:
     before = "In this text variables are given values, one from another. Keep track of them.\n"
     question = f"\nQuestion: Which variables have the value {values[asked]}?\n{ANSWER}"
     missing = difficulty.characters - len(before) - len(question) - sum(len(fact) + 1 for fact in facts)
-    text = " ".join(rng.interleaved(facts, passage_repeated(rng, missing)))
+    text = joined(rng.interleaved(facts, passage_repeated(rng, missing)))
     return Example(before + text + question, "", f" {', '.join(chains[asked])}", tuple(chains[asked]))
 
 
