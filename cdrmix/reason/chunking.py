@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-SENTENCE_ENDS = (b".", b"!", b"?")
+from cdrmix.data.tasks.rng import SENTENCE_ENDS
+
+ENDS = tuple(mark.encode() for mark in SENTENCE_ENDS)
 SEARCHED = 2  # an end of a sentence is looked for in the last 1/2 of a chunk: sentences of prose have some 25 tokens
 
 
@@ -27,4 +29,4 @@ def chunk_bounds(pieces: Sequence[bytes], chunk: int, first: int | None = None) 
 
 def _ends_sentence(last: bytes, following: bytes) -> bool:
     """Whether a sentence or a line ends between two tokens."""
-    return b"\n" in last or (last.endswith(SENTENCE_ENDS) and following[:1].isspace())
+    return b"\n" in last or (last.endswith(ENDS) and following[:1].isspace())

@@ -97,7 +97,7 @@ def test_chunks_are_the_document_and_hold_its_facts(write: Write, tokenizer: Tex
 
 @pytest.mark.parametrize("demonstrated", ["facts", "notes"])
 def test_a_long_fact_lies_in_one_chunk(demonstrated: str, write: Write, tokenizer: TextTokenizer) -> None:
-    """A fact of more than a quarter of a chunk lies in two chunks of the plain cut, and in one of the training."""
+    """A fact among text without full stops may lie in two chunks of the plain cut, and lies in one of the training."""
 
     def long_row(number: int) -> dict[str, Any]:
         fact = f"The old garden and the yellow river and the broken lamp are {1000 + number}"

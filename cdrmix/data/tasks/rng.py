@@ -44,7 +44,8 @@ NOUNS = [
 VERBS = ["stood", "waited", "turned", "rested", "shone", "leaned", "remained", "slept", "faded", "moved"]
 PREPOSITIONS = ["beside", "under", "behind", "above", "near", "beyond", "before"]
 
-SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+SENTENCE_ENDS = (".", "!", "?")
+SENTENCE_END = re.compile(rf"(?<=[{''.join(SENTENCE_ENDS)}])\s+|\n+")
 LONGEST_SENTENCE = 400  # characters; longer text without a full stop, such as a table or code, is cut
 
 
@@ -92,7 +93,7 @@ def joined(sentences: Iterable[str]) -> str:
 
     A space there would make the next sentence a part of that line.
     """
-    return "".join(f"{text} " if text.endswith((".", "!", "?")) else f"{text}\n" for text in sentences)[:-1]
+    return "".join(f"{text} " if text.endswith(SENTENCE_ENDS) else f"{text}\n" for text in sentences)[:-1]
 
 
 class Rng:
