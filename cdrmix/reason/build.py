@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
-from cdrmix.data.loader import train_loader
-from cdrmix.data.shards import ShardSet
+from cdrmix.data.loader import TrainLoader
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError
 from cdrmix.inference.checkpoints import state_dict_mismatch
@@ -25,7 +26,6 @@ from cdrmix.reason.phase import PHASES, Phase
 from cdrmix.reason.plasticity import phase as _plasticity  # noqa: F401
 from cdrmix.reason.sources import source_of
 from cdrmix.training.build import narrow_residual
-from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.expert_parallel import expert_layer
 from cdrmix.training.sharded_construction import partitioner
 
@@ -83,11 +83,10 @@ def make_phase(
     name: str,
     config: Config,
     tokenizer: TextTokenizer | None,
-    shards: ShardSet | None,
-    world: DistributedContext,
-    passed_over: int = 0,
+    text: Callable[[], TrainLoader] | None = None,
 ) -> Phase:
-    """A phase by its name in `reasoning.phases`, with the data that it replays. passed_over: rows, as of Progress."""
+    """A phase by its name in `reasoning.phases`, with the data that it replays. text: makes a loader of stage A's text,
+    if it is replayed; None: there is no text."""
     reasoning = config.reasoning
     assert reasoning is not None
     replay = replayed(reasoning, name)
@@ -100,8 +99,7 @@ def make_phase(
         return own
     loader = None
     if "text" in replay:
-        assert shards is not None
-        loader = train_loader(config, shards.train, world.rank, world.size)
-        loader.passed_over = passed_over
+        assert text is not None
+        loader = text()
     others = [PHASES[other](config, sources) for other in replay if other != "text"]
     return JointPhase(config, name, own, others, loader)

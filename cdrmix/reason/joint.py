@@ -74,6 +74,13 @@ class JointPhase:
         return shown
 
 
+def parts_of(phase: Phase) -> list[Phase]:
+    """A phase, or the phases that it joins."""
+    if not isinstance(phase, JointPhase):
+        return [phase]
+    return [*([] if phase.own is None else [phase.own]), *phase.replay]
+
+
 class _Text:
     """Stage A's loss of one micro-batch."""
 

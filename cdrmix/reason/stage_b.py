@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
+from cdrmix.data.loader import TrainLoader, train_loader
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.inference.checkpoints import (
@@ -30,7 +31,7 @@ from cdrmix.inference.load import HEADS, backbone_weights
 from cdrmix.inference.rwkv_files import check_model, is_weights_file
 from cdrmix.reason.agent.policy import PolicyPhase
 from cdrmix.reason.build import build_model, make_phase
-from cdrmix.reason.joint import JointPhase
+from cdrmix.reason.joint import parts_of
 from cdrmix.reason.phase import Phase, PhaseObjective, freeze, phase_config, reasoning_of
 from cdrmix.reason.sources import check_episodes
 from cdrmix.run_folder import RunFolder
@@ -196,7 +197,13 @@ def _train_phase(
     of_phase = phase_config(config, span.section)
     seed_everything(config.run.seed)  # the same in every process: all build the same weights
     model = build_model(config)
-    phase = make_phase(span.name, config, shards.tokenizer, shards, world, progress.passed_over)
+
+    def text() -> TrainLoader:
+        loader = train_loader(config, shards.train, world.rank, world.size)
+        loader.passed_over = progress.passed_over
+        return loader
+
+    phase = make_phase(span.name, config, shards.tokenizer, text)
     freeze(model, phase)
     gathers = zero_stage(config.train, world.size) == 3
     copy = None
@@ -241,8 +248,7 @@ class _Rollouts(Callback):
     """Appends the rollouts that a phase shows of a step to rollouts.jsonl."""
 
     def __init__(self, run: RunFolder, phase: Phase) -> None:
-        parts = [phase, *([phase.own, *phase.replay] if isinstance(phase, JointPhase) else [])]
-        self._run, self._phases = run, [part for part in parts if isinstance(part, PolicyPhase)]
+        self._run, self._phases = run, [part for part in parts_of(phase) if isinstance(part, PolicyPhase)]
 
     def on_step(self, step: int) -> None:
         """Writes those of the step."""

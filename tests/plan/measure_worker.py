@@ -60,7 +60,7 @@ def main() -> None:
     world = join(config)
     torch.manual_seed(1)  # what the routers choose decides how many rows an expert has
     if name := sys.argv[2]:
-        model, phase = build_model(config), make_phase(name, config, None, None, world)
+        model, phase = build_model(config), make_phase(name, config, None)
         with torch.no_grad():  # an untrained model gives all tokens one probability, and all groups are dropped
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)

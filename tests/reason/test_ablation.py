@@ -259,6 +259,8 @@ def test_mistakes_are_said_before_anything_is_run(counted: tuple[Path, list[tupl
     path.write_text(FILE)
     with pytest.raises(ConfigError, match="there is no arm 'lots'"):
         ablation.run(path, out=tmp_path / "out", arms=["lots"], say=quiet)
+    with pytest.raises(ConfigError, match=r"'imitation': reasoning.phases.imitation.replay has 'text'"):
+        ablation.run(HARDER, [*SHORT, "reasoning.phases.imitation.replay=[text]"], out=tmp_path / "out", say=quiet)
     assert runs == []
 
 
@@ -287,6 +289,15 @@ def test_a_process_alone_rolls_out_by_the_compiled_step(tmp_path: Path, monkeypa
     ablation.run(HARDER, [*SHORT, *few], [1], tmp_path, arms=["policy"], say=quiet)
     assert found
     assert None not in found
+
+
+def test_an_arm_trains_what_its_phases_replay(tmp_path: Path) -> None:
+    said: list[str] = []
+    replay = ["reasoning.phases.imitation={steps: 1, replay: [plasticity]}", "reasoning.plasticity={task: recall, tokens: true}"]
+    ablation.run(HARDER, [*SHORT, *replay], [1], tmp_path, arms=["imitation"], say=said.append)
+    trained = [line for line in said if "imitation, step 1: " in line]
+    assert trained
+    assert all("plasticity/loss" in line for line in trained)
 
 
 @pytest.mark.slow

@@ -94,7 +94,6 @@ class AcceptancePhase:
     The loss is a mean over all decisions, also those of dropped groups: so no process needs counts from the others. If
     the objective has a KL term, the reference policy is the initial one, in which all actions are equally probable.
     Raises ConfigError if the configuration does not fit, and after rl.patience steps that taught nothing.
-    seed: of the sampled decisions; None: the configuration's.
     """
 
     name = "acceptance"
@@ -117,10 +116,10 @@ class AcceptancePhase:
         "decisions",
     )
 
-    def __init__(self, config: Config, source: EpisodeSource, seed: int | None = None) -> None:
+    def __init__(self, config: Config, source: EpisodeSource) -> None:
         assert config.reasoning is not None
         reasoning = config.reasoning
-        self.reasoning, self.source, self.seed = reasoning, source, config.run.seed if seed is None else seed
+        self.reasoning, self.source, self.seed = reasoning, source, config.run.seed
         self.phase, self.rl = reasoning.phases.acceptance, reasoning.rl
         self.episodes = reasoning.acceptance or reasoning.plasticity
         self.objective = objective_of(self.rl)

@@ -68,7 +68,8 @@ class Planned(NamedTuple):
 def read_file(path: str | Path, overrides: Sequence[str] = (), arms: Sequence[str] | None = None) -> Planned:
     """Reads a file with all its arms, so that a mistake in the last one is reported before the first is run.
 
-    Raises ConfigError for a file without an ablation, and for demands on arms or measurements that do not exist.
+    Raises ConfigError for a file without an ablation, for demands on arms or measurements that do not exist, and for
+    phases that replay text.
     """
     path = Path(path)
     ablation = Config.from_yaml(path, overrides).ablation
@@ -80,6 +81,8 @@ def read_file(path: str | Path, overrides: Sequence[str] = (), arms: Sequence[st
         if arm not in ablation.arms:
             raise ConfigError(f"{path}: there is no arm {arm!r}; there are {', '.join(ablation.arms)}")
     cells = {arm: _arm(path, section.set, overrides) for arm, section in ablation.arms.items()}
+    for arm, cell in cells.items():
+        _check_replay(path, arm, cell)
     check_lengths(ablation, {arm: cell.ablation for arm, cell in cells.items() if cell.ablation is not None})
     return Planned(path, ablation, {arm: cells[arm] for arm in wanted})
 
@@ -203,6 +206,15 @@ def _run_of(config: Config, seed: int) -> object:
 
 def _arm(path: Path, changes: Sequence[str], overrides: Sequence[str]) -> Config:
     return Config.from_yaml(path, [*changes, *overrides])
+
+
+def _check_replay(path: Path, arm: str, config: Config) -> None:
+    for name, section in () if config.reasoning is None else config.reasoning.phases:
+        if section.steps and "text" in section.replay:
+            raise ConfigError(
+                f"{path}, the arm {arm!r}: reasoning.phases.{name}.replay has 'text'. An ablation has no stage A, whose"
+                " text this is; take it out"
+            )
 
 
 def _run_one(config: Config, seed: int, mark: str, what: str, trial: Trial) -> dict[str, object]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 
 from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import EpisodesOfTask
-from cdrmix.reason.controller.acceptance import AcceptancePhase, measure
+from cdrmix.reason.build import make_phase
+from cdrmix.reason.controller.acceptance import measure
 from cdrmix.reason.controller.controller import Controller, always, by_head, by_value, never
-from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
-from cdrmix.reason.experiments.base import EXPERIMENTS, small_model
+from cdrmix.reason.episodes import FIRST_HELD_OUT
+from cdrmix.reason.experiments.base import EXPERIMENTS, at_seed, small_model
 from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.heads import ControllerHeads
 from cdrmix.reason.phase import phase_config
-from cdrmix.reason.plasticity.phase import PlasticityPhase
 from cdrmix.reason.sources import source_of
 
 
@@ -25,6 +24,7 @@ def acceptance(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     right answers if every chunk, no chunk, or the chunks that the accept head or the value head selects are committed;
     and accept_good@N, accept_bad@N of the accept head.
     """
+    config = at_seed(config, seed)
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None
     assert ablation is not None
@@ -32,16 +32,9 @@ def acceptance(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the heads start at zero, but making them takes random numbers
         model.controller = ControllerHeads(config.cdrmix_model.d_model, reasoning.controller.max_branches)
-
-    def seeded(section: EpisodesOfTask) -> EpisodeSource:
-        return source_of(section.model_copy(update={"seed": section.seed + 1000 * seed}), reasoning.chunk)
-
-    poisoned = seeded(reasoning.acceptance or reasoning.plasticity)
-    for phase, section in (
-        (PlasticityPhase(config, seeded(reasoning.plasticity), seed), reasoning.phases.plasticity),
-        (AcceptancePhase(config, poisoned, seed), reasoning.phases.acceptance),
-    ):
-        trial.train(phase_config(config, section), model, phase)
+    poisoned = source_of(reasoning.acceptance or reasoning.plasticity, reasoning.chunk)
+    for name, section in (("plasticity", reasoning.phases.plasticity), ("acceptance", reasoning.phases.acceptance)):
+        trial.train(phase_config(config, section), model, make_phase(name, config, None))
     model.eval()
     controller, heads = Controller(model.language_model, reasoning), model.controller
     threshold = reasoning.controller.accept_threshold

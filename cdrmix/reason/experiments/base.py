@@ -39,6 +39,28 @@ def small_model(config: Config, seed: int) -> StageBModel:
     return model.to(device_type(config.run.device))
 
 
+def at_seed(config: Config, seed: int) -> Config:
+    """The configuration of one seed: every phase has episodes and draws of its own."""
+    reasoning = config.reasoning
+    assert reasoning is not None
+    sections: dict[str, EpisodesOfTask] = {
+        name: section.model_copy(update={"seed": section.seed + 1000 * seed})
+        for name, section in (
+            ("plasticity", reasoning.plasticity),
+            ("acceptance", reasoning.acceptance),
+            ("agent", reasoning.agent),
+        )
+        if section is not None
+    }
+    sections["operations"] = reasoning.operations.model_copy(update={"seed": seed})
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"seed": seed}),
+            "reasoning": reasoning.model_copy(update=sections),
+        }
+    )
+
+
 def tokenizer_of(config: Config, section: EpisodesOfTask) -> TextTokenizer | None:
     """A tokenizer trained on examples of the task among its filler, the same for all seeds; None for token ids."""
     if section.tokens:

@@ -6,13 +6,13 @@ import torch
 
 from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.reason.build import make_phase
 from cdrmix.reason.episodes import FIRST_HELD_OUT
-from cdrmix.reason.experiments.base import EXPERIMENTS
+from cdrmix.reason.experiments.base import EXPERIMENTS, at_seed
 from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.heads import OperationHeads, Summariser
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.operations.imitation import OperationsImitationPhase
-from cdrmix.reason.operations.policy import OperationsPhase, evaluate
+from cdrmix.reason.operations.policy import evaluate
 from cdrmix.reason.operations.rollout import Reader
 from cdrmix.reason.phase import phase_config
 from cdrmix.reason.sources import source_of
@@ -24,10 +24,10 @@ def operations(config: Config, seed: int, trial: Trial) -> dict[str, float]:
 
     Returns `NAME@N` of episodes of N chunks after all phases, and `imitated_NAME@N` before the policy phase.
     """
-    assert config.reasoning is not None
-    assert config.ablation is not None
+    config = at_seed(config, seed)
     reasoning, ablation = config.reasoning, config.ablation
-    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+    assert reasoning is not None
+    assert ablation is not None
     torch.manual_seed(seed)
     width = config.cdrmix_model.d_model
     model = StageBModel(
@@ -35,8 +35,7 @@ def operations(config: Config, seed: int, trial: Trial) -> dict[str, float]:
         operations=OperationHeads(width),
         summary=Summariser(width, reasoning.memory.dim, reasoning.memory.summary_stride),
     )
-    task = reasoning.operations.model_copy(update={"seed": seed})
-    source = source_of(task, reasoning.chunk)
+    source = source_of(reasoning.operations, reasoning.chunk)
     measured: dict[str, float] = {}
 
     def measure(prefix: str) -> None:
@@ -49,10 +48,10 @@ def operations(config: Config, seed: int, trial: Trial) -> dict[str, float]:
 
     phases = reasoning.phases
     if phases.operations_imitation.steps:
-        phase = OperationsImitationPhase(config, source)
+        phase = make_phase("operations_imitation", config, None)
         trial.train(phase_config(config, phases.operations_imitation), model, phase)
     measure("imitated_" if phases.operations.steps else "")
     if phases.operations.steps:
-        trial.train(phase_config(config, phases.operations), model, OperationsPhase(config, source))
+        trial.train(phase_config(config, phases.operations), model, make_phase("operations", config, None))
         measure("")
     return measured

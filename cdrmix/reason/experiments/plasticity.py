@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from cdrmix.config.schema import Config
+from cdrmix.reason.build import make_phase
 from cdrmix.reason.episodes import FIRST_HELD_OUT
-from cdrmix.reason.experiments.base import EXPERIMENTS, small_model, tokenizer_of
+from cdrmix.reason.experiments.base import EXPERIMENTS, at_seed, small_model, tokenizer_of
 from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.phase import phase_config
-from cdrmix.reason.plasticity.phase import PlasticityPhase, accuracy, swapped, zeroed
+from cdrmix.reason.plasticity.phase import accuracy, swapped, zeroed
 from cdrmix.reason.sources import source_of
 
 
@@ -18,14 +19,17 @@ def plasticity(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     Returns accuracy@N, of text also exact@N, and harder@N for episodes of the ablation's difficulty; with adapters also
     zeroed@N and swapped@N: the accuracy with fast weights of zeros, and with those of another episode.
     """
+    assert config.reasoning is not None
+    tokenizer = tokenizer_of(config, config.reasoning.plasticity)
+    config = at_seed(config, seed)
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None
     assert ablation is not None
-    section = reasoning.plasticity.model_copy(update={"seed": reasoning.plasticity.seed + 1000 * seed})
-    tokenizer = tokenizer_of(config, reasoning.plasticity)
+    section = reasoning.plasticity
     source = source_of(section, reasoning.chunk, tokenizer)
     model = small_model(config, seed)
-    trial.train(phase_config(config, reasoning.phases.plasticity), model, PlasticityPhase(config, source, seed))
+    phase = make_phase("plasticity", config, tokenizer)
+    trial.train(phase_config(config, reasoning.phases.plasticity), model, phase)
     language_model = model.language_model
     changes = {"zeroed": zeroed, "swapped": swapped} if language_model.adapters else {}
     numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)

@@ -8,11 +8,11 @@ import math
 from torch import Tensor
 
 from cdrmix.config.schema import Config
+from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.reason.agent.agent import Window, evaluate
-from cdrmix.reason.agent.imitation import ImitationPhase
-from cdrmix.reason.agent.policy import PolicyPhase
-from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
-from cdrmix.reason.experiments.base import EXPERIMENTS, small_model, tokenizer_of
+from cdrmix.reason.build import make_phase
+from cdrmix.reason.episodes import FIRST_HELD_OUT
+from cdrmix.reason.experiments.base import EXPERIMENTS, at_seed, small_model, tokenizer_of
 from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import phase_config
@@ -27,22 +27,24 @@ def token_memory(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     capture@N and retention@N where the task has facts, changes@N; and window@N: the accuracy if the agent reads the
     last chunk alone. Arms with the same imitation share the model after it.
     """
+    assert config.reasoning is not None
+    tokenizer = tokenizer_of(config, config.reasoning.agent)
+    config = at_seed(config, seed)
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None
     assert ablation is not None
-    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
-    section = reasoning.agent.model_copy(update={"seed": reasoning.agent.seed + 1000 * seed})
-    tokenizer = tokenizer_of(config, reasoning.agent)
-    source = source_of(section, reasoning.chunk, tokenizer)
-    model = _imitated(config, source, trial)
+    model = _imitated(config, tokenizer, trial)
     if reasoning.phases.policy.steps:
-        trial.train(phase_config(config, reasoning.phases.policy), model, PolicyPhase(config, source))
+        phase = make_phase("policy", config, tokenizer)
+        trial.train(phase_config(config, reasoning.phases.policy), model, phase)
+    section = reasoning.agent
     asked = source_of(
         section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}),
         reasoning.chunk,
         tokenizer,
     )
-    window, numbers = Window.of(reasoning, source), range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
+    window = Window.of(reasoning, source_of(section, reasoning.chunk, tokenizer))
+    numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)
     budget = reasoning.controller.step_budget
     measured: dict[str, float] = {}
     for chunks in ablation.chunks:
@@ -57,16 +59,17 @@ def token_memory(config: Config, seed: int, trial: Trial) -> dict[str, float]:
 _IMITATED: dict[str, dict[str, Tensor]] = {}  # weights after imitation, by everything that determines them
 
 
-def _imitated(config: Config, source: EpisodeSource, trial: Trial) -> StageBModel:
+def _imitated(config: Config, tokenizer: TextTokenizer | None, trial: Trial) -> StageBModel:
     """A small model of the configuration after imitation. A process trains it once for all arms that share it."""
     reasoning = config.reasoning
     assert reasoning is not None
     model = small_model(config, config.run.seed)
     phase = reasoning.phases.imitation
     decisive = (config.run.seed, config.cdrmix_model, phase, reasoning.agent, reasoning.memory, reasoning.chunk)
-    key = repr((*decisive, reasoning.plastic_lora))
+    others = (reasoning.plastic_lora, (reasoning.plasticity, reasoning.phases) if phase.replay else None)
+    key = repr((*decisive, *others))
     if key not in _IMITATED:
-        trial.train(phase_config(config, phase), model, ImitationPhase(config, source))
+        trial.train(phase_config(config, phase), model, make_phase("imitation", config, tokenizer))
         _IMITATED[key] = copy.deepcopy(model.state_dict())
     model.load_state_dict(_IMITATED[key])
     return model

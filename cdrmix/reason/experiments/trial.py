@@ -12,6 +12,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, Preempted
 from cdrmix.inference.checkpoints import newest_whole_checkpoint
 from cdrmix.reason.agent.policy import PolicyPhase
+from cdrmix.reason.joint import parts_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import Phase, PhaseObjective, freeze
 from cdrmix.training.callbacks import Callback
@@ -118,4 +119,4 @@ class _History(Callback):
 
 def _continues(phase: Phase) -> bool:
     """Whether a phase can go on from a checkpoint, which does not have the reference of a KL term."""
-    return not (isinstance(phase, PolicyPhase) and phase.objective.kl_weight)
+    return not any(isinstance(part, PolicyPhase) and part.objective.kl_weight for part in parts_of(phase))

@@ -61,20 +61,20 @@ def rows_of(source: EpisodeSource, episodes: Episodes, carry: str, device: torch
 
 
 class PlasticityPhase:
-    """Phase B1; see the module. seed: of the numbers of chunks of the steps; None: the configuration's."""
+    """Phase B1; see the module."""
 
     name = "plasticity"
     rolls_out = False
     passes_vary = False
     measures = ("loss", "correct", "answers", "episodes", "correlation")
 
-    def __init__(self, config: Config, source: EpisodeSource, seed: int | None = None) -> None:
+    def __init__(self, config: Config, source: EpisodeSource) -> None:
         assert config.reasoning is not None
         self._reasoning: Reasoning = config.reasoning
         self._section = config.reasoning.phases.plasticity
         self._model = config.cdrmix_model
         self._source = source
-        self._seed = config.run.seed if seed is None else seed
+        self._seed = config.run.seed
 
     def trains(self, parameter: str) -> bool:
         """The adapters, or with `train: all` the language model."""
