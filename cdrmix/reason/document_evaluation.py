@@ -32,7 +32,7 @@ from cdrmix.model.language_model import Cache
 from cdrmix.reason.agent.agent import Window, last_chunk_only, read_episodes
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.documents import Document, GivenDocuments, TaskDocuments, read_documents, read_questions
-from cdrmix.reason.episodes import FIRST_HELD_OUT, Episodes, by_length
+from cdrmix.reason.episodes import FIRST_HELD_OUT
 from cdrmix.reason.filler import fillers_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.plasticity.phase import read, zeroed
@@ -279,22 +279,20 @@ class _Reader:
     def _from_fast_weights(self, numbers: range, change: Callable[[Tensor], Tensor] | None = None) -> _Answered:
         episodes = self._source.batch(numbers, self._chunks)
         texts = [""] * len(numbers)
-        for rows, part in by_length(episodes, self._source.pad):
-            cache = read(self._model.language_model, part.chunks_BNC, self._reasoning.carry)
-            assert cache is not None
-            if change is not None:
-                cache = with_fast_weights(cache, change)
-            for row, text in zip(rows, self._answers_from(cache, part), strict=True):
+        model, carry = self._model.language_model, self._reasoning.carry
+        for rows, cache in read(model, episodes.chunks_BNC, carry, self._source.pad):
+            ended = cache if change is None else with_fast_weights(cache, change)
+            for row, text in zip(rows, self._answers_from(ended, episodes.question_BQ[rows]), strict=True):
                 texts[row] = text
         return _Answered(texts)
 
     def _without_writes(self, numbers: range) -> _Answered:
         return self._from_fast_weights(numbers, zeroed)
 
-    def _answers_from(self, cache: Cache, episodes: Episodes) -> list[str]:
+    def _answers_from(self, cache: Cache, asked_BQ: Tensor) -> list[str]:
         """The answers from the states of all rows, questions of one length together: fast weights count their tokens
         for the batch, not for a row."""
-        asked_BQ, marks = episodes.question_BQ, self._source.marks
+        marks = self._source.marks
         lengths_B = (asked_BQ != self._source.pad).sum(1)
         texts = [""] * len(asked_BQ)
         for length in lengths_B.unique().tolist():

@@ -56,6 +56,10 @@ class Episodes(NamedTuple):
     asked_BF: Tensor
     good_BN: Tensor
 
+    def rows(self, rows: Sequence[int]) -> Episodes:
+        """Some of them, by their numbers in the batch."""
+        return Episodes(*(column[list(rows)] for column in self))
+
 
 def filler_for(number: int, fillers: Fillers | None) -> Filler | None:
     """The filler of an episode, by whether it is trained on; None: generated sentences."""
@@ -64,19 +68,16 @@ def filler_for(number: int, fillers: Fillers | None) -> Filler | None:
     return fillers.train if number < FIRST_HELD_OUT else fillers.held_out
 
 
-def by_length(episodes: Episodes, pad: int) -> list[tuple[list[int], Episodes]]:
-    """Episodes with equal numbers of chunks together, without empty chunks: (their rows, they), shortest first.
+def by_length(episodes: Episodes, pad: int) -> list[Episodes]:
+    """Episodes with equal numbers of chunks together, without empty chunks, shortest first.
 
     The fast weights would read an empty chunk; the memory agent leaves it out itself.
     """
     lengths_B = (episodes.chunks_BNC != pad).any(2).sum(1)
     parts = []
     for length in lengths_B.unique().tolist():
-        rows = (lengths_B == length).nonzero().flatten()
-        part = Episodes(*(column[rows] for column in episodes))
-        parts.append(
-            (rows.tolist(), part._replace(chunks_BNC=part.chunks_BNC[:, :length], good_BN=part.good_BN[:, :length]))
-        )
+        part = episodes.rows((lengths_B == length).nonzero().flatten().tolist())
+        parts.append(part._replace(chunks_BNC=part.chunks_BNC[:, :length], good_BN=part.good_BN[:, :length]))
     return parts
 
 

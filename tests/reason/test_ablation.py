@@ -293,7 +293,10 @@ def test_a_process_alone_rolls_out_by_the_compiled_step(tmp_path: Path, monkeypa
 
 def test_an_arm_trains_what_its_phases_replay(tmp_path: Path) -> None:
     said: list[str] = []
-    replay = ["reasoning.phases.imitation={steps: 1, replay: [plasticity]}", "reasoning.plasticity={task: recall, tokens: true}"]
+    replay = [
+        "reasoning.phases.imitation={steps: 1, replay: [plasticity]}",
+        "reasoning.plasticity={task: recall, tokens: true}",
+    ]
     ablation.run(HARDER, [*SHORT, *replay], [1], tmp_path, arms=["imitation"], say=said.append)
     trained = [line for line in said if "imitation, step 1: " in line]
     assert trained

@@ -127,13 +127,14 @@ def test_a_batch_has_no_effect_on_its_documents(write: Write, tokenizer: TextTok
     window, numbers = window_of(made), range(12)
     together = made.batch(numbers, 8)
     _, answers = demonstrate(window, together, 0.0, torch.Generator())
-    for rows, part in by_length(together, made.pad):
-        for place, row in enumerate(rows):
-            alone = made.batch([row], 8)
-            assert torch.equal(part.chunks_BNC[place], alone.chunks_BNC[0])
-            _, alone_answers = demonstrate(window, alone, 0.0, torch.Generator())
-            assert torch.equal(answers.prompts_SL[row], alone_answers.prompts_SL[0])
-    assert len(by_length(together, made.pad)) > 1
+    parts = by_length(together, made.pad)
+    order = (together.chunks_BNC != made.pad).any(2).sum(1).argsort(stable=True).tolist()
+    for row, chunks_NC in zip(order, [chunks_NC for part in parts for chunks_NC in part.chunks_BNC], strict=True):
+        alone = made.batch([row], 8)
+        assert torch.equal(chunks_NC, alone.chunks_BNC[0])
+        _, alone_answers = demonstrate(window, alone, 0.0, torch.Generator())
+        assert torch.equal(answers.prompts_SL[row], alone_answers.prompts_SL[0])
+    assert len(parts) > 1
 
 
 def test_facts_of_any_length_share_a_memory(write: Write, tokenizer: TextTokenizer) -> None:

@@ -61,13 +61,33 @@ def test_reading_by_chunks_is_training_on_rows(carry: str, fraction: float) -> N
         whole = model.language_model(
             row.ids_BT, cu_seqlens=row.cu_seqlens, fast_weights=FastWeightOptions(row.episodes)
         ).hidden_BTD[:, -16:]
-        state = read(model.language_model, made.chunks_BNC, carry)
+        ((_, state),) = read(model.language_model, made.chunks_BNC, carry, source.pad)
         parts = model.language_model(probe.ids_BT, cache=state).hidden_BTD
-        assert state is not None
         emptied = with_fast_weights(state, plasticity.zeroed)
         without = model.language_model(probe.ids_BT, cache=emptied).hidden_BTD
     assert (whole - parts).abs().max() < 1e-9
     assert (whole - without).abs().max() > 1e-3, "the fast weights have no effect: nothing was tested"
+
+
+@pytest.mark.parametrize("carry", ["fast", "all"])
+def test_documents_of_different_lengths_are_read_as_alone(carry: str) -> None:
+    config = cell("model.attention_fraction=0.5", "reasoning.plastic_lora.attention=[output]")
+    source, model = source_for(config), stirred(config).language_model
+    chunks = source.batch(range(4), 5).chunks_BNC
+    lengths = [5, 2, 5, 3]
+    for row, length in enumerate(lengths):
+        chunks[row, length:] = source.pad
+    probe = source.probe(source.batch(range(4), 5)).ids_BT
+    together = list(read(model, chunks, carry, source.pad))
+    assert [rows for rows, _ in together] == [[1], [3], [0, 2]]
+    for rows, state in together:
+        with torch.no_grad():
+            found = model(probe[rows], cache=state).hidden_BTD
+        for row, hidden in zip(rows, found, strict=True):
+            ((_, alone),) = read(model, chunks[[row], : lengths[row]], carry, source.pad)
+            with torch.no_grad():
+                wanted = model(probe[[row]], cache=alone).hidden_BTD[0]
+            assert (hidden - wanted).abs().max() < 1e-9  # float64, as above
 
 
 def test_nothing_but_fast_weights_goes_on() -> None:
@@ -79,8 +99,7 @@ def test_nothing_but_fast_weights_goes_on() -> None:
     probe = source.probe(made).ids_BT
 
     def asked(chunks: torch.Tensor) -> torch.Tensor:
-        state = read(model.language_model, chunks, "fast")
-        assert state is not None
+        ((_, state),) = read(model.language_model, chunks, "fast", source.pad)
         with torch.no_grad():
             return model.language_model(probe, cache=with_fast_weights(state, plasticity.zeroed)).hidden_BTD
 
@@ -97,8 +116,12 @@ def test_memory_does_not_grow_with_the_chunks() -> None:
             return part.numel()
         return sum(map(floats, part)) if isinstance(part, tuple) else 0
 
-    few, many = (read(model.language_model, source.batch([0], number).chunks_BNC, "all") for number in (2, 40))
-    assert floats(few) == floats(many) > 0
+    few, many = (
+        floats(state)
+        for number in (2, 40)
+        for _, state in read(model.language_model, source.batch([0], number).chunks_BNC, "all", source.pad)
+    )
+    assert few == many > 0
 
 
 def gradients(
@@ -178,8 +201,7 @@ def test_swapping_takes_another_episodes_weights() -> None:
     config = cell()
     source, model = source_for(config), stirred(config)
     made = source.batch(range(4), 3)
-    state = read(model.language_model, made.chunks_BNC, "fast")
-    assert state is not None
+    ((_, state),) = read(model.language_model, made.chunks_BNC, "fast", source.pad)
     for before, after in zip(
         fast_weights(state), fast_weights(with_fast_weights(state, plasticity.swapped)), strict=True
     ):

@@ -5,14 +5,14 @@ goes through every update between a fact and its answer. With `carry: fast` the 
 chunk, so only the fast weights pass from chunk to chunk; with `carry: all` the states pass too. With `train: all` the
 phase trains whole small models from scratch, with or without adapters, for the ablations.
 
-`read` reads chunk by chunk in memory that does not grow with the number of chunks; `answers` answers from its cache.
+`read` reads chunk by chunk in memory that does not grow with the number of chunks; `answers` answers from its caches.
 
 Shapes: B episodes, N chunks, C tokens of a chunk, P tokens of a probe, T = N C + P.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn import functional
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.data.tasks import IGNORED
-from cdrmix.model.cache import plastic_only, with_fast_weights
+from cdrmix.model.cache import plastic_only, select, with_fast_weights
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import Cache, LanguageModel
 from cdrmix.reason.episodes import Episodes, EpisodeSource, TextEpisodes, by_length
@@ -105,8 +105,10 @@ class PlasticityPhase:
         losses: list[Loss] = []
         for first in range(0, len(numbers), micro):
             made = self._source.batch(numbers[first : first + micro], self.chunks(step))
-            for _, part in by_length(made, self._source.pad):
-                losses.append(self._loss(rows_of(self._source, part, self._reasoning.carry, device)))
+            losses += [
+                self._loss(rows_of(self._source, part, self._reasoning.carry, device))
+                for part in by_length(made, self._source.pad)
+            ]
         return losses
 
     def _loss(self, row: Row) -> Loss:
@@ -161,16 +163,27 @@ def make_plasticity(config: Config, sources: Sources) -> PlasticityPhase:
 
 
 @torch.no_grad()
-def read(model: LanguageModel, chunks_BNC: Tensor, carry: str) -> Cache | None:
-    """The cache after the last chunk; only one cache is held at a time. chunks_BNC can be on any device."""
+def read(model: LanguageModel, chunks_BNC: Tensor, carry: str, pad: int) -> Iterator[tuple[list[int], Cache]]:
+    """Rows whose documents end with the same chunk, and their cache after it, shortest documents first.
+
+    All documents are read together, and one leaves after its last chunk that has tokens. chunks_BNC, with at least one
+    such chunk in every row, can be on any device.
+    """
     device = model.embedding.weight.device
-    cache: Cache | None = None
-    for ids_BC in chunks_BNC.unbind(1):
-        cache = model(ids_BC.to(device), cache=cache, return_cache=True).cache
+    ends_B = (chunks_BNC != pad).any(2).sum(1)
+    rows_B, cache = torch.arange(len(chunks_BNC)), None
+    for number, ids_BC in enumerate(chunks_BNC.unbind(1), 1):
+        cache = model(ids_BC[rows_B].to(device), cache=cache, return_cache=True).cache
         assert cache is not None
         if carry == "fast":
             cache = plastic_only(cache)
-    return cache
+        ended_B = ends_B[rows_B] == number
+        if ended_B.all():
+            yield rows_B.tolist(), cache
+            return
+        if ended_B.any():
+            yield rows_B[ended_B].tolist(), select(cache, ended_B.to(device))
+            rows_B, cache = rows_B[~ended_B], select(cache, ~ended_B.to(device))
 
 
 @torch.no_grad()
@@ -217,14 +230,13 @@ def accuracy(
     right, asked, exact = dict.fromkeys(names, 0), 0, 0
     for first in range(0, len(numbers), EVALUATION_ROWS):
         made = source.batch(numbers[first : first + EVALUATION_ROWS], chunks)
-        for _, episodes in by_length(made, source.pad):
-            cache = read(model, episodes.chunks_BNC, carry)
+        for rows, cache in read(model, made.chunks_BNC, carry, source.pad):
+            episodes = made.rows(rows)
             right_BP, asked_BP = answers(model, source, episodes, cache)
             right["accuracy"] += int(right_BP.sum())
             exact += int((right_BP | ~asked_BP).all(1).sum())
             asked += int(asked_BP.sum())
             for name, change in (changes or {}).items():
-                assert cache is not None
                 right[name] += int(answers(model, source, episodes, with_fast_weights(cache, change))[0].sum())
     model.train(was_training)
     shares = {name: count / max(asked, 1) for name, count in right.items()}
