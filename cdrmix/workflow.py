@@ -391,7 +391,7 @@ def _export(run: RunFolder, shards: ShardSet, last: Loaded | LoadedForeign, devi
 def _demonstrate(loaded: Loaded, run: RunFolder) -> list[Path]:
     """Shows a model of stage B whose token memory reads text at work. Returns the session file to export."""
     reasoning = loaded.config.reasoning
-    if reasoning is None or reasoning.agent.tokens or not reasoning.phases.trains_token_memory:
+    if reasoning is None or reasoning.agent.tokens or not reasoning.phases.train_on("imitation", "policy"):
         return []
     run.session.unlink(missing_ok=True)
     lines: list[str] = []

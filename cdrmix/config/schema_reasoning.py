@@ -313,11 +313,9 @@ class Phases(Section):
     joint: Phase = Field(default_factory=Phase)
     """Phase B4: text, fast weights and memory together."""
 
-    @property
-    def trains_token_memory(self) -> bool:
-        """Whether a phase trains the token memory, itself or by replay."""
-        own = {"imitation", "policy"}
-        return any(section.steps and own & {name, *section.replay} for name, section in self)
+    def train_on(self, *phases: str) -> bool:
+        """Whether the data of one of these phases are trained on, by the phase itself or by replay."""
+        return any(section.steps and {*phases} & {name, *section.replay} for name, section in self)
 
 
 class StageBEvaluation(Section):

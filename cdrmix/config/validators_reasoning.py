@@ -14,6 +14,10 @@ def _replay(name: str, replay: list[str]) -> Violation | None:
     return Violation((replay.index(name),), "another phase than its own") if name in replay else None
 
 
+def _heads_alone(replay: list[str], train: str = "own") -> str | None:
+    return "[]: the phase trains heads alone, which other data do not use" if replay and train == "own" else None
+
+
 def _within_budget(chunks: int | None, step_budget: int, *steps: int) -> str | None:
     if chunks is not None and chunks > step_budget and any(steps):
         return f"at most reasoning.controller.step_budget={step_budget}"
@@ -89,4 +93,6 @@ RULES = (
         Rule((f"reasoning.phases.{name}.replay",), partial(_replay, name))
         for name in ("plasticity", "imitation", "operations_imitation")
     ),
+    Rule(("reasoning.phases.acceptance.replay",), _heads_alone),
+    Rule(("reasoning.phases.operations.replay", "reasoning.phases.operations.train"), _heads_alone),
 )

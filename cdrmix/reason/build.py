@@ -24,7 +24,7 @@ from cdrmix.reason.operations import imitation as _operations_imitation  # noqa:
 from cdrmix.reason.operations import policy as _operations_policy  # noqa: F401
 from cdrmix.reason.phase import PHASES, Phase
 from cdrmix.reason.plasticity import phase as _plasticity  # noqa: F401
-from cdrmix.reason.sources import source_of
+from cdrmix.reason.sources import check_vocabulary, source_of
 from cdrmix.training.build import narrow_residual
 from cdrmix.training.expert_parallel import expert_layer
 from cdrmix.training.sharded_construction import partitioner
@@ -92,7 +92,9 @@ def make_phase(
     replay = replayed(reasoning, name)
 
     def sources(section: EpisodesOfTask) -> EpisodeSource:
-        return source_of(section, reasoning.chunk, tokenizer)
+        source = source_of(section, reasoning.chunk, tokenizer)
+        check_vocabulary(config, section, source)
+        return source
 
     own = None if name == "joint" else PHASES[name](config, sources)
     if own is not None and not replay:

@@ -61,7 +61,7 @@ def demonstrate(
             say(f"{session} has another question, which is used instead of the given one")
     else:
         reader = Session(loaded, question, memory, say)
-    if text and not reader_of_text(loaded).phases.trains_token_memory:
+    if text and not reader_of_text(loaded).phases.train_on("imitation", "policy"):
         say("No phase of this run has trained the token memory, so what it writes and answers may have no meaning.")
     with closing(reader):
         return _read_and_answer(reader, text, session, expected, say)

@@ -6,7 +6,7 @@ import hashlib
 import json
 
 from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask, Reasoning
+from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask
 from cdrmix.data.tasks import episode as text_episode
 from cdrmix.data.tasks import known_task
 from cdrmix.data.tokenizer import TextTokenizer
@@ -63,28 +63,21 @@ def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> No
     fewest = [] if reasoning.plasticity.tokens else [min(2, reasoning.plasticity.chunks)]
     policy = [phases.policy.chunks] if phases.policy.chunks else []
     used = {
-        "plasticity": (reasoning.plasticity, fewest, phases.plasticity.steps),
-        "acceptance": (reasoning.acceptance or reasoning.plasticity, [], phases.acceptance.steps),
-        "agent": (reasoning.agent, policy, phases.imitation.steps + phases.policy.steps),
-        "operations": (reasoning.operations, [], phases.operations_imitation.steps + phases.operations.steps),
+        "plasticity": (reasoning.plasticity, fewest, phases.train_on("plasticity")),
+        "acceptance": (reasoning.acceptance or reasoning.plasticity, [], phases.train_on("acceptance")),
+        "agent": (reasoning.agent, policy, phases.train_on("imitation", "policy")),
+        "operations": (reasoning.operations, [], phases.train_on("operations_imitation", "operations")),
     }
-    for name, (section, others, steps) in used.items():
+    demonstrated = phases.train_on("imitation")
+    for name, (section, others, trained) in used.items():
         lengths = {section.chunks, *others, *reasoning.evaluation.chunks}
         if isinstance(section, EpisodesOfDocuments) and section.data is not None:  # they have the length they have
             lengths = {section.chunks, *(policy if name == "agent" else [])}
-        for chunks in sorted(lengths) if steps else ():
+        for chunks in sorted(lengths) if trained else ():
             try:
-                demonstrated = name == "agent" and _demonstrates(reasoning)
-                _check_one(config, section, chunks, tokenizer, demonstrated=demonstrated)
+                _check_one(config, section, chunks, tokenizer, demonstrated=demonstrated and name == "agent")
             except ConfigError as error:
                 raise ConfigError(f"reasoning.{name}, an episode of {chunks} chunks: {error}") from error
-
-
-def _demonstrates(reasoning: Reasoning) -> bool:
-    """Whether a phase imitates demonstrations of the agent."""
-    return bool(reasoning.phases.imitation.steps) or any(
-        section.steps and "imitation" in section.replay for _, section in reasoning.phases
-    )
 
 
 def _check_one(
@@ -108,10 +101,7 @@ def _check_one(
             known.standard.changed(section.difficulty)
             return
     source = source_of(section, config.reasoning.chunk, tokenizer)
-    if source.vocab_size > config.cdrmix_model.vocab_size:
-        raise ConfigError(
-            f"{section.task} has {source.vocab_size} ids; model.vocab_size is {config.cdrmix_model.vocab_size}"
-        )
+    check_vocabulary(config, section, source)
     if isinstance(source, FileDocuments):
         part = config.reasoning.memory.tokens // config.reasoning.memory.heads
         source.check(chunks, demonstrated=demonstrated, memory=part)
@@ -128,6 +118,13 @@ def _check_one(
             f"{section.task} has no demonstrations for the phase imitation, because it does not say which facts an"
             " answer needs; set reasoning.phases.imitation.steps: 0, or take another task"
         )
+
+
+def check_vocabulary(config: Config, section: EpisodesOfTask, source: EpisodeSource) -> None:
+    """Raises ConfigError if the episodes have ids that the model does not have."""
+    known = config.cdrmix_model.vocab_size
+    if source.vocab_size > known:
+        raise ConfigError(f"{section.task} has {source.vocab_size} ids; model.vocab_size is {known}")
 
 
 def fingerprint_of_questions(config: Config) -> str | None:

@@ -44,6 +44,7 @@ ablation:
     - {arm: few, of: steps, at_least: 100}
 """
 HARDER = ROOT / "configs" / "ablations" / "token-memory-harder.yaml"
+CARRIED = HARDER.with_name("babilong-carried.yaml")
 SHORT = [
     "reasoning.phases.imitation.steps=30",
     "reasoning.phases.policy={steps: 3, growth_steps: 2}",
@@ -259,8 +260,13 @@ def test_mistakes_are_said_before_anything_is_run(counted: tuple[Path, list[tupl
     path.write_text(FILE)
     with pytest.raises(ConfigError, match="there is no arm 'lots'"):
         ablation.run(path, out=tmp_path / "out", arms=["lots"], say=quiet)
-    with pytest.raises(ConfigError, match=r"'imitation': reasoning.phases.imitation.replay has 'text'"):
-        ablation.run(HARDER, [*SHORT, "reasoning.phases.imitation.replay=[text]"], out=tmp_path / "out", say=quiet)
+    for replay, said in [
+        ("text", "an ablation has no stage A"),
+        ("operations_imitation", "have no operations"),
+        ("plasticity", "reasoning.agent.tokens: true; set reasoning.plasticity.tokens to the same"),
+    ]:
+        with pytest.raises(ConfigError, match=f"'imitation': reasoning.phases.imitation.replay has '{replay}'.*{said}"):
+            ablation.run(HARDER, [*SHORT, f"reasoning.phases.imitation.replay=[{replay}]"], out=tmp_path, say=quiet)
     assert runs == []
 
 
@@ -292,15 +298,26 @@ def test_a_process_alone_rolls_out_by_the_compiled_step(tmp_path: Path, monkeypa
 
 
 def test_an_arm_trains_what_its_phases_replay(tmp_path: Path) -> None:
+    """And arms that differ only in how the replayed episodes are read do not share a model."""
+    replay = ["reasoning.phases.imitation={steps: 1, replay: [plasticity]}", "reasoning.plasticity={tokens: true}"]
+    replay += ["reasoning.plasticity.task=recall", "reasoning.phases.policy.steps=0"]
+    token_memory._IMITATED.clear()
+    for carry in ("fast", "all"):
+        said: list[str] = []
+        changes = [*SHORT, *replay, f"reasoning.carry={carry}"]
+        ablation.run(HARDER, changes, [1], tmp_path, arms=["imitation", "two heads"], say=said.append)
+        assert sum("imitation, step 1: " in line and "plasticity/loss" in line for line in said) == 2
+    assert len(token_memory._IMITATED) == 4
+
+
+@pytest.mark.slow
+def test_answers_are_trained_beside_demonstrations(tmp_path: Path) -> None:
     said: list[str] = []
-    replay = [
-        "reasoning.phases.imitation={steps: 1, replay: [plasticity]}",
-        "reasoning.plasticity={task: recall, tokens: true}",
-    ]
-    ablation.run(HARDER, [*SHORT, *replay], [1], tmp_path, arms=["imitation"], say=said.append)
-    trained = [line for line in said if "imitation, step 1: " in line]
-    assert trained
-    assert all("plasticity/loss" in line for line in trained)
+    few = ["model={d_model: 32, vocab_size: 600, layers: 1}", "reasoning.phases.plasticity.steps=1"]
+    few += ["reasoning.phases.plasticity.growth_steps=0", "ablation.chunks=[2]", "ablation.episodes=2"]
+    ablation.run(CARRIED, few, [1], tmp_path, arms=["rwkv qa1 demonstrated"], say=said.append)
+    (trained,) = (line for line in said if "plasticity, step 1: " in line)
+    assert "imitation/loss" in trained
 
 
 @pytest.mark.slow

@@ -169,6 +169,10 @@ def test_a_source_is_made_of_its_section() -> None:
 MISTAKES = {
     "no such task": ("reasoning.agent.task=riddles", "reasoning.agent, an episode of 3 chunks: .*riddles"),
     "text without chunks": ("reasoning.operations.task=sorting", "reasoning.operations, .*no chunks"),
+    "no such task of a phase that is replayed alone": (
+        "reasoning={agent: {task: riddles}, phases: {imitation: {steps: 0}, plasticity: {replay: [imitation]}}}",
+        "reasoning.agent, an episode of 3 chunks: .*riddles",
+    ),
     "only lies": ("reasoning.agent={task: poisoned_recall, difficulty: {bad: 4}}", "of 3 chunks: .*bad = 4"),
     "too few chunks to evaluate": ("reasoning.evaluation.chunks=[1]", "reasoning.acceptance, an episode of 1 chunks"),
     "a vocabulary of its own that is too large": ("model.vocab_size=260", "has .* ids; model.vocab_size is 260"),

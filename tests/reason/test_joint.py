@@ -11,6 +11,7 @@ import torch
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import TrainLoader
+from cdrmix.errors import ConfigError
 from cdrmix.model.loss import LossModel
 from cdrmix.reason.experiments.base import small_model
 from cdrmix.reason.joint import JointPhase
@@ -99,3 +100,11 @@ def test_without_a_phase_of_its_own_the_whole_model_learns(config: Config) -> No
     assert joint.trains("anything")
     assert joint.measures == ("other/sum", "other/count")
     assert len(joint.losses(small_model(config, 1), 0, 0, 1)) == 2
+
+
+@pytest.mark.parametrize("phase", ["acceptance", "operations"])
+def test_phases_that_train_heads_alone_replay_nothing(phase: str) -> None:
+    with pytest.raises(ConfigError, match="the phase trains heads alone"):
+        Config.from_yaml(
+            "configs/cdrmix-reason-tiny.yaml", [f"reasoning.phases.{phase}={{train: own, replay: [text]}}"]
+        )

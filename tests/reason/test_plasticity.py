@@ -10,7 +10,7 @@ import torch
 
 from cdrmix.config.schema import Config
 from cdrmix.data.tasks import IGNORED
-from cdrmix.model.cache import fast_weights, with_fast_weights
+from cdrmix.model.cache import fast_weights, select, with_fast_weights
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.reason.episodes import TokenSource
 from cdrmix.reason.experiments import state_tracking
@@ -195,6 +195,31 @@ def test_an_answer_of_text_counts_as_a_whole(monkeypatch: pytest.MonkeyPatch) ->
     assert found["exact"] == 1 - len(batches) / 5
     assert found["accuracy"] == 1 - len(batches) / sum(batches)
     assert sum(batches) > 5, "an answer has its end beside its words"
+
+
+def test_every_question_is_asked_of_its_own_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.from_yaml(ABLATIONS / "babilong-carried.yaml", ["model.d_model=32", "model.vocab_size=600"])
+    assert config.reasoning is not None
+    source = source_of(config.reasoning.plasticity, 64, tokenizer_of(config, config.reasoning.plasticity))
+    model = small_model(config, 1).language_model
+    asked: list[int] = []
+
+    def checked(model: Any, source: Any, episodes: Any, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids_BT = source.probe(episodes).ids_BT
+        for row in range(len(ids_BT)):
+            ((_, alone),) = read(model, episodes.rows([row]).chunks_BNC, "all", source.pad)
+            own, other = (
+                model(ids_BT[[row]], cache=state).hidden_BTD for state in (alone, select(cache, torch.tensor([row])))
+            )
+            # float32: some ten thousand roundings of values of about 1
+            assert (own - other).abs().max() < 1e-3
+        asked.append(len(ids_BT))
+        return answers(model, source, episodes, cache)
+
+    monkeypatch.setattr(plasticity, "answers", checked)
+    plasticity.accuracy(model, source, "all", 16, range(6))
+    assert sum(asked) == 6
+    assert len(asked) > 1, "all documents have the same length: nothing was tested"
 
 
 def test_swapping_takes_another_episodes_weights() -> None:

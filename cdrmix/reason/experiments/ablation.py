@@ -22,9 +22,11 @@ import torch
 import cdrmix
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Ablation
+from cdrmix.config.schema_reasoning import EpisodesOfDocuments
 from cdrmix.durable import only_process, sha256_file, write_atomically
 from cdrmix.errors import ConfigError
 from cdrmix.kernels.common.products import set_num_threads
+from cdrmix.reason.build import replayed
 from cdrmix.reason.experiments import (  # noqa: F401  # they register themselves
     acceptance,
     operations,
@@ -39,6 +41,20 @@ from cdrmix.runtime import be_deterministic, device_type
 
 RESULTS = "results.jsonl"
 UNFINISHED = "unfinished"  # a folder with a folder for each run that was begun
+TRAINED = {  # the phases of each experiment
+    "plasticity": ("plasticity",),
+    "acceptance": ("plasticity", "acceptance"),
+    "token_memory": ("imitation", "policy"),
+    "operations": ("operations_imitation", "operations"),
+}
+SECTIONS = {  # of the episodes of each phase
+    "plasticity": "plasticity",
+    "acceptance": "plasticity",
+    "imitation": "agent",
+    "policy": "agent",
+    "operations_imitation": "operations",
+    "operations": "operations",
+}
 
 
 class Outcome(NamedTuple):
@@ -69,7 +85,7 @@ def read_file(path: str | Path, overrides: Sequence[str] = (), arms: Sequence[st
     """Reads a file with all its arms, so that a mistake in the last one is reported before the first is run.
 
     Raises ConfigError for a file without an ablation, for demands on arms or measurements that do not exist, and for
-    phases that replay text.
+    phases that replay what an ablation does not have.
     """
     path = Path(path)
     ablation = Config.from_yaml(path, overrides).ablation
@@ -82,7 +98,7 @@ def read_file(path: str | Path, overrides: Sequence[str] = (), arms: Sequence[st
             raise ConfigError(f"{path}: there is no arm {arm!r}; there are {', '.join(ablation.arms)}")
     cells = {arm: _arm(path, section.set, overrides) for arm, section in ablation.arms.items()}
     for arm, cell in cells.items():
-        _check_replay(path, arm, cell)
+        _check_replay(f"{path}, the arm {arm!r}", cell)
     check_lengths(ablation, {arm: cell.ablation for arm, cell in cells.items() if cell.ablation is not None})
     return Planned(path, ablation, {arm: cells[arm] for arm in wanted})
 
@@ -208,13 +224,25 @@ def _arm(path: Path, changes: Sequence[str], overrides: Sequence[str]) -> Config
     return Config.from_yaml(path, [*changes, *overrides])
 
 
-def _check_replay(path: Path, arm: str, config: Config) -> None:
-    for name, section in () if config.reasoning is None else config.reasoning.phases:
-        if section.steps and "text" in section.replay:
-            raise ConfigError(
-                f"{path}, the arm {arm!r}: reasoning.phases.{name}.replay has 'text'. An ablation has no stage A, whose"
-                " text this is; take it out"
-            )
+def _check_replay(place: str, config: Config) -> None:
+    """Raises ConfigError if a phase of the experiment replays what its small models cannot train on."""
+    reasoning, ablation = config.reasoning, config.ablation
+    assert ablation is not None
+    for name in TRAINED.get(ablation.experiment, ()):
+        assert reasoning is not None
+        for other in replayed(reasoning, name):
+            key = f"{place}: reasoning.phases.{name}.replay has {other!r}"
+            if other == "text":
+                raise ConfigError(f"{key}; an ablation has no stage A, whose text this is: take it out")
+            if other == "operations_imitation" and ablation.experiment != "operations":
+                raise ConfigError(f"{key}; the models of this experiment have no operations: take it out")
+            own, theirs = SECTIONS[name], SECTIONS[other]
+            in_ids, section = getattr(reasoning, own).tokens, getattr(reasoning, theirs)
+            if isinstance(section, EpisodesOfDocuments) and section.data is not None:
+                raise ConfigError(f"{key}; an ablation is on generated tasks: take out reasoning.{theirs}.data")
+            if section.tokens != in_ids:
+                kind = f"reasoning.{own}.tokens: {str(in_ids).lower()}"
+                raise ConfigError(f"{key}, and {kind}; set reasoning.{theirs}.tokens to the same, and its task")
 
 
 def _run_one(config: Config, seed: int, mark: str, what: str, trial: Trial) -> dict[str, object]:

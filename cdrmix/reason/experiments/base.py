@@ -40,7 +40,10 @@ def small_model(config: Config, seed: int) -> StageBModel:
 
 
 def at_seed(config: Config, seed: int) -> Config:
-    """The configuration of one seed: every phase has episodes and draws of its own."""
+    """The configuration of one seed, which has episodes and draws of its own.
+
+    Sections with equal seeds and tasks have the same episodes also then.
+    """
     reasoning = config.reasoning
     assert reasoning is not None
     sections: dict[str, EpisodesOfTask] = {
@@ -52,6 +55,7 @@ def at_seed(config: Config, seed: int) -> Config:
         )
         if section is not None
     }
+    # The configured seed of the operations has no effect: the results that are kept have these episodes.
     sections["operations"] = reasoning.operations.model_copy(update={"seed": seed})
     return config.model_copy(
         update={
@@ -67,7 +71,7 @@ def tokenizer_of(config: Config, section: EpisodesOfTask) -> TextTokenizer | Non
         return None
     if not isinstance(section, EpisodesOfDocuments) or section.data is not None:
         raise ConfigError("ablation: the experiments are on generated tasks; leave out the section data")
-    return _tokenizer_of(section.model_dump_json(), config.cdrmix_model.vocab_size)
+    return _tokenizer_of(section.model_dump_json(exclude={"seed"}), config.cdrmix_model.vocab_size)
 
 
 @lru_cache(maxsize=2)

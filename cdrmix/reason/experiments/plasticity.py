@@ -19,12 +19,11 @@ def plasticity(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     Returns accuracy@N, of text also exact@N, and harder@N for episodes of the ablation's difficulty; with adapters also
     zeroed@N and swapped@N: the accuracy with fast weights of zeros, and with those of another episode.
     """
-    assert config.reasoning is not None
-    tokenizer = tokenizer_of(config, config.reasoning.plasticity)
     config = at_seed(config, seed)
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None
     assert ablation is not None
+    tokenizer = tokenizer_of(config, reasoning.plasticity)
     section = reasoning.plasticity
     source = source_of(section, reasoning.chunk, tokenizer)
     model = small_model(config, seed)

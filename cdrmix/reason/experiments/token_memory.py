@@ -27,12 +27,11 @@ def token_memory(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     capture@N and retention@N where the task has facts, changes@N; and window@N: the accuracy if the agent reads the
     last chunk alone. Arms with the same imitation share the model after it.
     """
-    assert config.reasoning is not None
-    tokenizer = tokenizer_of(config, config.reasoning.agent)
     config = at_seed(config, seed)
     reasoning, ablation = config.reasoning, config.ablation
     assert reasoning is not None
     assert ablation is not None
+    tokenizer = tokenizer_of(config, reasoning.agent)
     model = _imitated(config, tokenizer, trial)
     if reasoning.phases.policy.steps:
         phase = make_phase("policy", config, tokenizer)
@@ -66,8 +65,9 @@ def _imitated(config: Config, tokenizer: TextTokenizer | None, trial: Trial) -> 
     model = small_model(config, config.run.seed)
     phase = reasoning.phases.imitation
     decisive = (config.run.seed, config.cdrmix_model, phase, reasoning.agent, reasoning.memory, reasoning.chunk)
-    others = (reasoning.plastic_lora, (reasoning.plasticity, reasoning.phases) if phase.replay else None)
-    key = repr((*decisive, *others))
+    replayed = [getattr(reasoning.phases, name) for name in phase.replay]
+    others = (reasoning.carry, reasoning.plasticity, reasoning.operations, replayed) if replayed else ()
+    key = repr((*decisive, reasoning.plastic_lora, *others))
     if key not in _IMITATED:
         trial.train(phase_config(config, phase), model, make_phase("imitation", config, tokenizer))
         _IMITATED[key] = copy.deepcopy(model.state_dict())

@@ -166,11 +166,12 @@ def make_plasticity(config: Config, sources: Sources) -> PlasticityPhase:
 def read(model: LanguageModel, chunks_BNC: Tensor, carry: str, pad: int) -> Iterator[tuple[list[int], Cache]]:
     """Rows whose documents end with the same chunk, and their cache after it, shortest documents first.
 
-    All documents are read together, and one leaves after its last chunk that has tokens. chunks_BNC, with at least one
-    such chunk in every row, can be on any device.
+    All documents are read together, and one leaves after its last chunk. chunks_BNC: on the CPU; every row has a chunk
+    with tokens, and those without are its last ones.
     """
     device = model.embedding.weight.device
     ends_B = (chunks_BNC != pad).any(2).sum(1)
+    assert ends_B.all(), "a document without a chunk"
     rows_B, cache = torch.arange(len(chunks_BNC)), None
     for number, ids_BC in enumerate(chunks_BNC.unbind(1), 1):
         cache = model(ids_BC[rows_B].to(device), cache=cache, return_cache=True).cache
@@ -182,14 +183,13 @@ def read(model: LanguageModel, chunks_BNC: Tensor, carry: str, pad: int) -> Iter
             yield rows_B.tolist(), cache
             return
         if ended_B.any():
-            yield rows_B[ended_B].tolist(), select(cache, ended_B.to(device))
-            rows_B, cache = rows_B[~ended_B], select(cache, ~ended_B.to(device))
+            ended, rows = select(cache, ended_B.to(device)), rows_B[ended_B].tolist()
+            rows_B, cache = rows_B[~ended_B], select(cache, ~ended_B.to(device))  # the whole one is given free
+            yield rows, ended
 
 
 @torch.no_grad()
-def answers(
-    model: LanguageModel, source: EpisodeSource, episodes: Episodes, cache: Cache | None
-) -> tuple[Tensor, Tensor]:
+def answers(model: LanguageModel, source: EpisodeSource, episodes: Episodes, cache: Cache) -> tuple[Tensor, Tensor]:
     """(right, asked) bool [B, P]: asked, the probe's tokens that are answers; right, those that are most probable."""
     device = model.embedding.weight.device
     probe = source.probe(episodes)
