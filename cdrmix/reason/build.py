@@ -64,7 +64,7 @@ def with_heads(language_model: LanguageModel, config: Model, reasoning: Reasonin
     return StageBModel(
         language_model,
         ControllerHeads(width, reasoning.controller.max_branches) if reasoning.controller.enabled else None,
-        OperationHeads(width) if phases.operations.steps or phases.operations_imitation.steps else None,
+        OperationHeads(width) if phases.train_on("operations_imitation", "operations") else None,
         Summariser(width, reasoning.memory.dim, reasoning.memory.summary_stride),
     )
 

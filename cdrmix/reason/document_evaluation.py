@@ -208,7 +208,7 @@ class _Reader:
         """What a model of this configuration can answer from; of these the wanted ones."""
         phases = self._reasoning.phases
         found: dict[str, Callable[[range], _Answered]] = {}
-        if phases.imitation.steps or phases.policy.steps:
+        if phases.train_on("imitation", "policy"):
             found |= {"memory": self._from_memory, "last chunk": self._from_last_chunk}
         if self._adapted:
             found |= {"fast weights": self._from_fast_weights, "no writes": self._without_writes}

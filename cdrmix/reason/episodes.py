@@ -68,12 +68,17 @@ def filler_for(number: int, fillers: Fillers | None) -> Filler | None:
     return fillers.train if number < FIRST_HELD_OUT else fillers.held_out
 
 
+def chunk_counts(chunks_BNC: Tensor, pad: int) -> Tensor:
+    """The number of chunks of each document that are not padding alone, int64 [B]."""
+    return (chunks_BNC != pad).any(2).sum(1)
+
+
 def by_length(episodes: Episodes, pad: int) -> list[Episodes]:
     """Episodes with equal numbers of chunks together, without empty chunks, shortest first.
 
     The fast weights would read an empty chunk; the memory agent leaves it out itself.
     """
-    lengths_B = (episodes.chunks_BNC != pad).any(2).sum(1)
+    lengths_B = chunk_counts(episodes.chunks_BNC, pad)
     parts = []
     for length in lengths_B.unique().tolist():
         part = episodes.rows((lengths_B == length).nonzero().flatten().tolist())

@@ -42,7 +42,7 @@ def evaluate_stage_b(
 
     measure_of: dict[str, Callable[[int], dict[str, float]]] = {}
     lengths_of: dict[str, list[int]] = {}
-    if phases.plasticity.steps:
+    if phases.train_on("plasticity"):
         plasticity_source = source(reasoning.plasticity)
 
         def measure_plasticity(chunks: int) -> dict[str, float]:
@@ -64,7 +64,7 @@ def evaluate_stage_b(
             return {"on": measured.pop("answered"), "off": all_committed, "never": none_committed, **measured}
 
         measure_of["acceptance"] = measure_acceptance
-    if phases.imitation.steps or phases.policy.steps:
+    if phases.train_on("imitation", "policy"):
         agent_source = source(reasoning.agent)
         window, budget = agent.Window.of(reasoning, agent_source), reasoning.controller.step_budget
 
@@ -80,7 +80,7 @@ def evaluate_stage_b(
 
         measure_of["agent"] = measure_agent
         lengths_of["agent"] = _lengths(reasoning.agent, section.chunks)
-    if phases.operations.steps or phases.operations_imitation.steps:
+    if phases.train_on("operations_imitation", "operations"):
         operations_source = source(reasoning.operations)
         without = reasoning.model_copy(update={"memory": reasoning.memory.model_copy(update={"episodic": False})})
 

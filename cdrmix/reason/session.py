@@ -86,7 +86,7 @@ class Session:
         self._decide = configured(reasoning, self._model.controller)
         self._episode = self._controller.begin(1) if self._controller else None
         phases = reasoning.phases
-        self._remembers = bool(phases.imitation.steps or phases.policy.steps)
+        self._remembers = phases.train_on("imitation", "policy")
         self._token_memory = TokenMemory.empty(self._window, 1, self._device)
         self.steps = self.changes = 0
         self.durable_memory: DurableMemory | None = None

@@ -24,7 +24,7 @@ from cdrmix.reason.agent.agent import Window
 from cdrmix.reason.agent.imitation import demonstrate, demonstrate_memories
 from cdrmix.reason.chunking import chunk_bounds
 from cdrmix.reason.documents import FileDocuments, TaskDocuments
-from cdrmix.reason.episodes import FIRST_HELD_OUT, by_length
+from cdrmix.reason.episodes import FIRST_HELD_OUT, by_length, chunk_counts
 from cdrmix.reason.session import cut
 from cdrmix.reason.sources import check_episodes, fingerprint_of_questions, source_of
 
@@ -128,7 +128,7 @@ def test_a_batch_has_no_effect_on_its_documents(write: Write, tokenizer: TextTok
     together = made.batch(numbers, 8)
     _, answers = demonstrate(window, together, 0.0, torch.Generator())
     parts = by_length(together, made.pad)
-    order = (together.chunks_BNC != made.pad).any(2).sum(1).argsort(stable=True).tolist()
+    order = chunk_counts(together.chunks_BNC, made.pad).argsort(stable=True).tolist()
     for row, chunks_NC in zip(order, [chunks_NC for part in parts for chunks_NC in part.chunks_BNC], strict=True):
         alone = made.batch([row], 8)
         assert torch.equal(chunks_NC, alone.chunks_BNC[0])
@@ -345,7 +345,7 @@ def test_a_task_without_chunks_is_cut_into_them(task: str, tokenizer: TextTokeni
     assert isinstance(made, TaskDocuments)
     episodes = made.batch(range(3), 16)
     assert episodes.chunks_BNC.shape[1] <= 16
-    assert ((episodes.chunks_BNC != made.pad).any(2).sum(1) >= 12).all(), "about as long as asked for"
+    assert (chunk_counts(episodes.chunks_BNC, made.pad) >= 12).all(), "about as long as asked for"
     for asked, question_Q in zip(made.questions(range(3), 16), episodes.question_BQ, strict=True):
         assert asked.question.endswith("?")
         assert made.text(question_Q.tolist()) == asked.question

@@ -27,7 +27,7 @@ from cdrmix.config.schema_reasoning import Reasoning, Rl
 from cdrmix.errors import ConfigError
 from cdrmix.model.decoding import Prefix, prefill, repeat
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason.episodes import Episodes, EpisodeSource, Marks
+from cdrmix.reason.episodes import Episodes, EpisodeSource, Marks, chunk_counts
 from cdrmix.reason.rl.rewards import REWARDS
 from cdrmix.reason.rl.rollout import Generated, decode
 
@@ -286,7 +286,7 @@ class Score(NamedTuple):
 
 def last_chunk_only(episodes: Episodes, pad: int) -> Episodes:
     """The episodes with their last chunk alone that is not empty."""
-    last_B = ((episodes.chunks_BNC != pad).any(2).sum(1) - 1).clamp(min=0)
+    last_B = (chunk_counts(episodes.chunks_BNC, pad) - 1).clamp(min=0)
     return episodes._replace(
         chunks_BNC=episodes.chunks_BNC[torch.arange(len(last_B)), last_B].unsqueeze(1),
         fact_chunk_BF=episodes.fact_chunk_BF - last_B.unsqueeze(1),
@@ -325,7 +325,7 @@ def evaluate(
             f1_B = torch.tensor([REWARDS["f1"](*pair) for pair in pairs])
         parts = (reading.matched_B, exact_B, f1_B, reading.asked_BF, reading.captured_BF, reading.held_BF)
         sums += torch.stack([part.sum().double().cpu() for part in (*parts, reading.changes_B)])
-        turns += int((episodes.chunks_BNC != window.pad).any(2).sum())
+        turns += int(chunk_counts(episodes.chunks_BNC, window.pad).sum())
     matched, exact, f1, of_facts, captured, held, changes = sums.tolist()
     count = len(numbers)
     return Score(

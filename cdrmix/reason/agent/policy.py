@@ -22,7 +22,7 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, PluginError
 from cdrmix.reason.agent.agent import Reading, Rewards, Turn, Window, read_episodes, rewards_of
 from cdrmix.reason.agent.answers import AnswerScorer
-from cdrmix.reason.episodes import Asked, EpisodeSource
+from cdrmix.reason.episodes import Asked, EpisodeSource, chunk_counts
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.reason.rl.grpo import OBJECTIVES, Objective, Totals, entropy, group_advantages, policy_loss
@@ -225,7 +225,7 @@ class PolicyPhase:
         )
         asked = self.source.questions(numbers, chunks)
         task_B, scored_B = self.scorer(model.language_model, reading, episodes, asked, self.rl.group_size)
-        read_B = (episodes.chunks_BNC != self.window.pad).any(2).sum(1)
+        read_B = chunk_counts(episodes.chunks_BNC, self.window.pad)
         turns = int(read_B.sum()) * self.rl.group_size
         rewards = rewards_of(reading, self.rl, self.step_budget, task_B)
         credited_TB = rewards.total_B.expand(len(reading.turns), -1)

@@ -41,15 +41,14 @@ from cdrmix.runtime import be_deterministic, device_type
 
 RESULTS = "results.jsonl"
 UNFINISHED = "unfinished"  # a folder with a folder for each run that was begun
-TRAINED = {  # the phases of each experiment
+REPLAYING = {  # the phases of each experiment that can replay others
     "plasticity": ("plasticity",),
-    "acceptance": ("plasticity", "acceptance"),
+    "acceptance": ("plasticity",),
     "token_memory": ("imitation", "policy"),
     "operations": ("operations_imitation", "operations"),
 }
 SECTIONS = {  # of the episodes of each phase
     "plasticity": "plasticity",
-    "acceptance": "plasticity",
     "imitation": "agent",
     "policy": "agent",
     "operations_imitation": "operations",
@@ -228,7 +227,7 @@ def _check_replay(place: str, config: Config) -> None:
     """Raises ConfigError if a phase of the experiment replays what its small models cannot train on."""
     reasoning, ablation = config.reasoning, config.ablation
     assert ablation is not None
-    for name in TRAINED.get(ablation.experiment, ()):
+    for name in REPLAYING.get(ablation.experiment, ()):
         assert reasoning is not None
         for other in replayed(reasoning, name):
             key = f"{place}: reasoning.phases.{name}.replay has {other!r}"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 
 from cdrmix.config.schema import Config
-from cdrmix.reason.build import make_phase
 from cdrmix.reason.controller.acceptance import measure
 from cdrmix.reason.controller.controller import Controller, always, by_head, by_value, never
 from cdrmix.reason.episodes import FIRST_HELD_OUT
 from cdrmix.reason.experiments.base import EXPERIMENTS, at_seed, small_model
 from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.heads import ControllerHeads
-from cdrmix.reason.phase import phase_config
 from cdrmix.reason.sources import source_of
 
 
@@ -33,8 +31,8 @@ def acceptance(config: Config, seed: int, trial: Trial) -> dict[str, float]:
         torch.manual_seed(seed)  # the heads start at zero, but making them takes random numbers
         model.controller = ControllerHeads(config.cdrmix_model.d_model, reasoning.controller.max_branches)
     poisoned = source_of(reasoning.acceptance or reasoning.plasticity, reasoning.chunk)
-    for name, section in (("plasticity", reasoning.phases.plasticity), ("acceptance", reasoning.phases.acceptance)):
-        trial.train(phase_config(config, section), model, make_phase(name, config, None))
+    for name in ("plasticity", "acceptance"):
+        trial.train_phase(name, config, model, None)
     model.eval()
     controller, heads = Controller(model.language_model, reasoning), model.controller
     threshold = reasoning.controller.accept_threshold

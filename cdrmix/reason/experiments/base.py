@@ -42,7 +42,7 @@ def small_model(config: Config, seed: int) -> StageBModel:
 def at_seed(config: Config, seed: int) -> Config:
     """The configuration of one seed, which has episodes and draws of its own.
 
-    Sections with equal seeds and tasks have the same episodes also then.
+    Two sections with the same task and seed still have the same episodes as each other.
     """
     reasoning = config.reasoning
     assert reasoning is not None

@@ -6,7 +6,6 @@ import torch
 
 from cdrmix.config.schema import Config
 from cdrmix.model.language_model import LanguageModel
-from cdrmix.reason.build import make_phase
 from cdrmix.reason.episodes import FIRST_HELD_OUT
 from cdrmix.reason.experiments.base import EXPERIMENTS, at_seed
 from cdrmix.reason.experiments.trial import Trial
@@ -14,7 +13,6 @@ from cdrmix.reason.heads import OperationHeads, Summariser
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations.policy import evaluate
 from cdrmix.reason.operations.rollout import Reader
-from cdrmix.reason.phase import phase_config
 from cdrmix.reason.sources import source_of
 
 
@@ -48,10 +46,9 @@ def operations(config: Config, seed: int, trial: Trial) -> dict[str, float]:
 
     phases = reasoning.phases
     if phases.operations_imitation.steps:
-        phase = make_phase("operations_imitation", config, None)
-        trial.train(phase_config(config, phases.operations_imitation), model, phase)
+        trial.train_phase("operations_imitation", config, model, None)
     measure("imitated_" if phases.operations.steps else "")
     if phases.operations.steps:
-        trial.train(phase_config(config, phases.operations), model, make_phase("operations", config, None))
+        trial.train_phase("operations", config, model, None)
         measure("")
     return measured

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from cdrmix.config.schema import Config
-from cdrmix.reason.build import make_phase
 from cdrmix.reason.episodes import FIRST_HELD_OUT
 from cdrmix.reason.experiments.base import EXPERIMENTS, at_seed, small_model, tokenizer_of
 from cdrmix.reason.experiments.trial import Trial
-from cdrmix.reason.phase import phase_config
 from cdrmix.reason.plasticity.phase import accuracy, swapped, zeroed
 from cdrmix.reason.sources import source_of
 
@@ -27,8 +25,7 @@ def plasticity(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     section = reasoning.plasticity
     source = source_of(section, reasoning.chunk, tokenizer)
     model = small_model(config, seed)
-    phase = make_phase("plasticity", config, tokenizer)
-    trial.train(phase_config(config, reasoning.phases.plasticity), model, phase)
+    trial.train_phase("plasticity", config, model, tokenizer)
     language_model = model.language_model
     changes = {"zeroed": zeroed, "swapped": swapped} if language_model.adapters else {}
     numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + ablation.episodes)

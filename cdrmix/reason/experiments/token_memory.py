@@ -10,12 +10,10 @@ from torch import Tensor
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.reason.agent.agent import Window, evaluate
-from cdrmix.reason.build import make_phase
 from cdrmix.reason.episodes import FIRST_HELD_OUT
 from cdrmix.reason.experiments.base import EXPERIMENTS, at_seed, small_model, tokenizer_of
 from cdrmix.reason.experiments.trial import Trial
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.phase import phase_config
 from cdrmix.reason.sources import source_of
 
 
@@ -34,8 +32,7 @@ def token_memory(config: Config, seed: int, trial: Trial) -> dict[str, float]:
     tokenizer = tokenizer_of(config, reasoning.agent)
     model = _imitated(config, tokenizer, trial)
     if reasoning.phases.policy.steps:
-        phase = make_phase("policy", config, tokenizer)
-        trial.train(phase_config(config, reasoning.phases.policy), model, phase)
+        trial.train_phase("policy", config, model, tokenizer)
     section = reasoning.agent
     asked = source_of(
         section.model_copy(update={"difficulty": {**section.difficulty, **ablation.difficulty}}),
@@ -69,7 +66,7 @@ def _imitated(config: Config, tokenizer: TextTokenizer | None, trial: Trial) -> 
     others = (reasoning.carry, reasoning.plasticity, reasoning.operations, replayed) if replayed else ()
     key = repr((*decisive, reasoning.plastic_lora, *others))
     if key not in _IMITATED:
-        trial.train(phase_config(config, phase), model, make_phase("imitation", config, tokenizer))
+        trial.train_phase("imitation", config, model, tokenizer)
         _IMITATED[key] = copy.deepcopy(model.state_dict())
     model.load_state_dict(_IMITATED[key])
     return model

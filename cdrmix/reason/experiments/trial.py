@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 
 from cdrmix.config.schema import Config
+from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, Preempted
 from cdrmix.inference.checkpoints import newest_whole_checkpoint
 from cdrmix.reason.agent.policy import PolicyPhase
+from cdrmix.reason.build import make_phase
 from cdrmix.reason.joint import parts_of
 from cdrmix.reason.model import StageBModel
-from cdrmix.reason.phase import Phase, PhaseObjective, freeze
+from cdrmix.reason.phase import Phase, PhaseObjective, freeze, phase_config, reasoning_of
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Fingerprints, Progress, Saver, load_checkpoint
 from cdrmix.training.distributed import join
@@ -45,6 +47,11 @@ class Trial:
         """Prints a line."""
         if self._say is not None:
             self._say(text)
+
+    def train_phase(self, name: str, config: Config, model: StageBModel, tokenizer: TextTokenizer | None) -> None:
+        """`train` by a phase of the configuration, with what it replays. tokenizer: of the episodes' text."""
+        section = getattr(reasoning_of(config).phases, name)
+        self.train(phase_config(config, section), model, make_phase(name, config, tokenizer))
 
     def train(self, config: Config, model: StageBModel, phase: Phase) -> list[dict[str, float]]:
         """Trains a model by a phase, and prints the measures of every tenth of the steps.

@@ -25,7 +25,7 @@ from cdrmix.data.tasks import IGNORED
 from cdrmix.model.cache import plastic_only, select, with_fast_weights
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import Cache, LanguageModel
-from cdrmix.reason.episodes import Episodes, EpisodeSource, TextEpisodes, by_length
+from cdrmix.reason.episodes import Episodes, EpisodeSource, TextEpisodes, by_length, chunk_counts
 from cdrmix.reason.model import Loss, StageBModel
 from cdrmix.reason.phase import PHASES, Sources, generator_of, reasoning_of
 from cdrmix.training.objective import Outcome
@@ -170,7 +170,7 @@ def read(model: LanguageModel, chunks_BNC: Tensor, carry: str, pad: int) -> Iter
     with tokens, and those without are its last ones.
     """
     device = model.embedding.weight.device
-    ends_B = (chunks_BNC != pad).any(2).sum(1)
+    ends_B = chunk_counts(chunks_BNC, pad)
     assert ends_B.all(), "a document without a chunk"
     rows_B, cache = torch.arange(len(chunks_BNC)), None
     for number, ids_BC in enumerate(chunks_BNC.unbind(1), 1):
@@ -184,7 +184,7 @@ def read(model: LanguageModel, chunks_BNC: Tensor, carry: str, pad: int) -> Iter
             return
         if ended_B.any():
             ended, rows = select(cache, ended_B.to(device)), rows_B[ended_B].tolist()
-            rows_B, cache = rows_B[~ended_B], select(cache, ~ended_B.to(device))  # the whole one is given free
+            rows_B, cache = rows_B[~ended_B], select(cache, ~ended_B.to(device))  # this frees the whole one
             yield rows, ended
 
 
