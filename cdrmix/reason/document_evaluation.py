@@ -4,6 +4,7 @@
     last chunk     the same agent reads the last chunk alone
     fast weights   the adapters read chunk by chunk, all updates are committed, and the model answers from them
     no writes      the same with fast weights of zeros
+    carried states a model without adapters reads chunk by chunk, and answers from the states that it carries
     whole text     the model reads the document and the question in one pass, without stage B
 
 Answers are greedy. score: of generated tasks that of `cdrmix eval --tasks`, of files 1 for a right answer (`exact` of
@@ -148,6 +149,8 @@ def _sources(
 ) -> Iterator[tuple[str, int | None, GivenDocuments]]:
     """(name, length, documents) of everything that is asked for."""
     section, chunk, tokenizer = reasoning.agent, reasoning.chunk, loaded.tokenizer
+    files_of_phases = [section.data, reasoning.plasticity.data if reasoning.plasticity.data != section.data else None]
+    trained_on = [files for files in files_of_phases if files is not None]
     trained = source_of(section, chunk, tokenizer)
     widths = {"question_tokens": trained.question, "answer_tokens": trained.answer}
     if tasks is None:
@@ -159,7 +162,7 @@ def _sources(
                 raise ConfigError(f"--tasks {FILES} names no file; give {FILES}FILE")
             files = QuestionFiles(**fields | {"paths": [asked.removeprefix(FILES)]})
             given = section.model_copy(update={"data": files, **widths})
-            documents = _not_trained_on(read_documents(files), section.data, asked, say)
+            documents = _not_trained_on(read_documents(files), trained_on, asked, say)
             yield asked, None, GivenDocuments(documents[:count], given, chunk, tokenizer)
             continue
         for task in tasks_named(asked):
@@ -174,19 +177,18 @@ def _sources(
 
 
 def _not_trained_on(
-    documents: list[Document], trained: QuestionFiles | None, name: str, say: Callable[[str], None]
+    documents: list[Document], trained_on: Sequence[QuestionFiles], name: str, say: Callable[[str], None]
 ) -> list[Document]:
     """The documents that the phases did not train on, as far as their files are still there.
 
     Raises ConfigError if none is left.
     """
-    if trained is None:
-        return documents
-    try:
-        contexts = {document.context for document in read_questions(trained)[0]}
-    except CorpusError as error:
-        say(f"{name}: it is not known which documents the model was trained on: {error}")
-        return documents
+    contexts: set[str] = set()
+    for files in trained_on:
+        try:
+            contexts |= {document.context for document in read_questions(files)[0]}
+        except CorpusError as error:
+            say(f"{name}: it is not known which documents the model was trained on: {error}")
     kept = [document for document in documents if document.context not in contexts]
     if len(kept) < len(documents):
         say(f"{name}: {len(documents) - len(kept):,} of {len(documents):,} questions were trained on, and are left out")
@@ -203,6 +205,7 @@ class _Reader:
         self._tokenizer = loaded.tokenizer
         self._device = loaded.model.embedding.weight.device
         self._adapted = bool(loaded.model.adapters)
+        self._carries = reasoning.carry == "all" and reasoning.phases.train_on("plasticity")
 
     def mechanisms(self, wanted: Sequence[str] | None) -> dict[str, Callable[[range], _Answered]]:
         """What a model of this configuration can answer from; of these the wanted ones."""
@@ -211,7 +214,9 @@ class _Reader:
         if phases.train_on("imitation", "policy"):
             found |= {"memory": self._from_memory, "last chunk": self._from_last_chunk}
         if self._adapted:
-            found |= {"fast weights": self._from_fast_weights, "no writes": self._without_writes}
+            found |= {"fast weights": self._from_states, "no writes": self._without_writes}
+        elif self._carries:
+            found |= {"carried states": self._from_states}
         found |= {"whole text": self._from_whole_text}
         for name in wanted or ():
             if name not in found:
@@ -276,7 +281,7 @@ class _Reader:
     def _from_last_chunk(self, numbers: range) -> _Answered:
         return self._from_memory(numbers, last_only=True)
 
-    def _from_fast_weights(self, numbers: range, change: Callable[[Tensor], Tensor] | None = None) -> _Answered:
+    def _from_states(self, numbers: range, change: Callable[[Tensor], Tensor] | None = None) -> _Answered:
         episodes = self._source.batch(numbers, self._chunks)
         texts = [""] * len(numbers)
         model, carry = self._model.language_model, self._reasoning.carry
@@ -287,7 +292,7 @@ class _Reader:
         return _Answered(texts)
 
     def _without_writes(self, numbers: range) -> _Answered:
-        return self._from_fast_weights(numbers, zeroed)
+        return self._from_states(numbers, zeroed)
 
     def _answers_from(self, cache: Cache, asked_BQ: Tensor) -> list[str]:
         """The answers from the states of all rows, questions of one length together: fast weights count their tokens

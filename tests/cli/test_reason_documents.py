@@ -196,3 +196,31 @@ def test_a_question_about_a_file_is_answered(finished: Path, inside: Path, capfd
     command = ["reason", "demo", "--model", str(finished), "--document", str(inside / "book.txt")]
     assert main([*command, "--question", question]) == 0
     assert "Answer from memory:" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_model_without_adapters_answers_from_its_carried_states(
+    inside: Path, arguments: Arguments, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = inside / "carried"
+    changes = (
+        "reasoning.carry=all",
+        "reasoning.plastic_lora={enabled: false}",
+        "reasoning.phases.plasticity={steps: 2, episodes: 4, micro_batch: 4, train: all}",
+        "reasoning.phases.imitation.steps=0",
+        "reasoning.phases.policy.steps=0",
+        "reasoning.agent.data=null",
+    )
+    assert main(["train", *arguments(*settings(inside), *changes, f"run.root={root}")]) == 0
+    (run,) = root.iterdir()
+    capfd.readouterr()
+    questions = f"jsonl:{inside}/questions.jsonl"
+    command = ["reason", "eval", "--model", str(run), "--tasks", questions, "--count", "3", "--json"]
+    assert main(command) == 0
+    captured = capfd.readouterr()
+    assert "of 200 questions were trained on, and are left out" in captured.err
+    rows = json.loads(captured.out)
+    assert [row["mechanism"] for row in rows] == ["carried states", "whole text"]
+    assert all(row["questions"] == 3 and row["tokens_per_second"] > 0 for row in rows)
+    assert main([*command, "--mechanisms", "fast weights"]) == 2
+    assert "this model has no 'fast weights'; it has carried states, whole text" in capfd.readouterr().err

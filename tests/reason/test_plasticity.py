@@ -221,6 +221,33 @@ def test_every_question_is_asked_of_its_own_document(monkeypatch: pytest.MonkeyP
     assert len(asked) > 1, "all documents have the same length: nothing was tested"
 
 
+def test_a_document_that_ends_alone_is_not_swapped_with_itself() -> None:
+    config = Config.from_yaml(
+        ABLATIONS / "babilong-carried.yaml",
+        ["model.d_model=32", "model.vocab_size=600", "reasoning.plastic_lora={enabled: true, rwkv7: [output]}"],
+    )
+    assert config.reasoning is not None
+    source = source_of(config.reasoning.plasticity, 64, tokenizer_of(config, config.reasoning.plasticity))
+    model = stirred(config).language_model
+    one_length, another = [rows for rows, _ in read(model, source.batch(range(6), 16).chunks_BNC, "fast", source.pad)]
+    read_rows: list[int] = []
+
+    def unchanged(a: torch.Tensor) -> torch.Tensor:
+        read_rows.append(len(a))
+        return a
+
+    changes = {"swapped": plasticity.swapped, "unchanged": unchanged}
+    measured = plasticity.accuracy(model, source, "fast", 16, [*one_length, another[0]], changes)
+    assert {*read_rows} == {len(one_length), 1}
+    assert measured["unchanged"] == measured["accuracy"]
+    assert "swapped" in measured
+    assert plasticity.accuracy(model, source, "fast", 16, another[:1], changes).keys() == {
+        "accuracy",
+        "unchanged",
+        "exact",
+    }
+
+
 def test_swapping_takes_another_episodes_weights() -> None:
     config = cell()
     source, model = source_for(config), stirred(config)

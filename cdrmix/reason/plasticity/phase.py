@@ -222,22 +222,26 @@ def accuracy(
     """ "accuracy": the share of the answers' tokens that are most probable, and the same for each name in changes; of
     text also "exact": the share of episodes in which all of them are.
 
-    changes: functions that change the fast weights between the last chunk and the question.
+    changes: functions that change the fast weights between the last chunk and the question. A document that no other
+    of its batch ends with has no others' fast weights, and does not count for `swapped`.
     """
     was_training = model.training
     model.eval()
     names = ["accuracy", *(changes or {})]
-    right, asked, exact = dict.fromkeys(names, 0), 0, 0
+    right, asked, exact = dict.fromkeys(names, 0), dict.fromkeys(names, 0), 0
     for first in range(0, len(numbers), EVALUATION_ROWS):
         made = source.batch(numbers[first : first + EVALUATION_ROWS], chunks)
         for rows, cache in read(model, made.chunks_BNC, carry, source.pad):
             episodes = made.rows(rows)
             right_BP, asked_BP = answers(model, source, episodes, cache)
             right["accuracy"] += int(right_BP.sum())
+            asked["accuracy"] += int(asked_BP.sum())
             exact += int((right_BP | ~asked_BP).all(1).sum())
-            asked += int(asked_BP.sum())
             for name, change in (changes or {}).items():
+                if change is swapped and len(rows) == 1:
+                    continue
                 right[name] += int(answers(model, source, episodes, with_fast_weights(cache, change))[0].sum())
+                asked[name] += int(asked_BP.sum())
     model.train(was_training)
-    shares = {name: count / max(asked, 1) for name, count in right.items()}
+    shares = {name: right[name] / asked[name] for name in names if asked[name]}
     return shares | ({"exact": exact / max(len(numbers), 1)} if isinstance(source, TextEpisodes) else {})
