@@ -381,8 +381,8 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     text = "tokens of a generated document (default 1k,4k; 1k is 1024)"
     evaluate.add_argument("--lengths", type=length_list, default=[1024, 4096], metavar="1k,4k", help=text)
     text = (
-        "what to answer from: memory, last chunk, fast weights, no writes, whole text (default: all that the model "
-        "has; the time of whole text grows with the square of the length where the model has attention)"
+        "what to answer from: memory, last chunk, fast weights, no writes, carried states, whole text (default: all "
+        "that the model has; the time of whole text grows with the square of the length where the model has attention)"
     )
     evaluate.add_argument("--mechanisms", type=name_list, metavar="A,B", help=text)
     text = "questions of each task and length (default 50)"

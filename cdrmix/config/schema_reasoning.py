@@ -201,9 +201,9 @@ class EpisodesOfDocuments(EpisodesOfTask):
     """Text among which a task hides its facts. The last tenth of its sentences is kept for the evaluation. null:
     generated sentences."""
     question_tokens: PositiveInt | None = None
-    """Tokens of the longest question. null: 64 with a section data, else that of 64 generated ones and 4 more."""
+    """Tokens of the longest question. null: of tasks that have chunks that of 64 generated ones and 4 more, else 64."""
     answer_tokens: PositiveInt | None = None
-    """Tokens of the longest answer. null: 64 with a section data, else that of 64 generated ones and 4 more."""
+    """Tokens of the longest answer. null: of tasks that have chunks that of 64 generated ones and 4 more, else 64."""
 
 
 class Phase(Section):

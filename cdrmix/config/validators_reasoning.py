@@ -1,4 +1,4 @@
-"""Rules about the section `reasoning`: budgets of steps, replay of phases."""
+"""Rules about the section `reasoning`: budgets of steps, replay of phases, parts that a phase needs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,71 @@ def _same_again(passes: str, jitter: float, drop: bool, train: str = "all") -> s
     return None
 
 
+def _has_adapters(train: str, steps: int, enabled: bool, attention: list[str], rwkv7: list[str]) -> str | None:
+    if steps and train == "own" and not (enabled and (attention or rwkv7)):
+        return "all: reasoning.plastic_lora has no adapters, which are all that own trains"
+    return None
+
+
+def _acceptance(steps: int, train: str, controller: bool, adapters: bool) -> str | None:
+    if steps and train != "own":
+        return "0 with train: all: the phase trains the controller's heads alone"
+    if steps and not (controller and adapters):
+        return "0 without reasoning.controller.enabled and reasoning.plastic_lora.enabled: there is nothing to accept"
+    return None
+
+
+def _horizon(horizon: int, steps: int, chunks: int, others: int | None = None) -> str | None:
+    needed = (others or chunks) + 1
+    return f"at least {needed}, the chunks of an episode and its answer" if steps and horizon < needed else None
+
+
+def _divisor(heads: int, tokens: int) -> str | None:
+    return f"a divisor of reasoning.memory.tokens={tokens}" if tokens % heads else None
+
+
+def _holds_a_chunk(max_tokens: int, chunk: int, episodic: bool, *steps: int) -> str | None:
+    if episodic and any(steps) and max_tokens < chunk:
+        return f"at least reasoning.chunk={chunk}, which is an episode of the index"
+    return None
+
+
 RULES = (
+    Rule(
+        (
+            *(f"reasoning.phases.plasticity.{name}" for name in ("train", "steps")),
+            *(f"reasoning.plastic_lora.{name}" for name in ("enabled", "attention", "rwkv7")),
+        ),
+        _has_adapters,
+    ),
+    Rule(
+        (
+            *(f"reasoning.phases.acceptance.{name}" for name in ("steps", "train")),
+            "reasoning.controller.enabled",
+            "reasoning.plastic_lora.enabled",
+        ),
+        _acceptance,
+    ),
+    Rule(
+        (
+            "reasoning.rl.horizon",
+            "reasoning.phases.policy.steps",
+            "reasoning.agent.chunks",
+            "reasoning.phases.policy.chunks",
+        ),
+        _horizon,
+    ),
+    Rule(("reasoning.rl.horizon", "reasoning.phases.operations.steps", "reasoning.operations.chunks"), _horizon),
+    Rule(("reasoning.memory.heads", "reasoning.memory.tokens"), _divisor),
+    Rule(
+        (
+            "reasoning.memory.max_tokens",
+            "reasoning.chunk",
+            "reasoning.memory.episodic",
+            *(f"reasoning.phases.{name}.steps" for name in ("operations_imitation", "operations")),
+        ),
+        _holds_a_chunk,
+    ),
     Rule(("reasoning.phases.operations_imitation.window_passes", *CHANGES_PASSES), _same_again),
     Rule(
         ("reasoning.phases.operations.window_passes", *CHANGES_PASSES, "reasoning.phases.operations.train"), _same_again

@@ -11,7 +11,8 @@ from cdrmix.data.tasks.example import listed
 from cdrmix.errors import ConfigError
 from cdrmix.inference.load import Loaded
 from cdrmix.reason.documents import DocumentEpisodes
-from cdrmix.reason.episodes import FIRST_HELD_OUT
+from cdrmix.reason.episodes import FIRST_HELD_OUT, filler_for
+from cdrmix.reason.filler import fillers_of
 from cdrmix.reason.session import Answers, Session, describe, reader_of_text
 from cdrmix.reason.sources import source_of
 
@@ -59,6 +60,7 @@ def demonstrate(
         reader = Session.load(loaded, session, memory, say)
         if reader.question != question:
             say(f"{session} has another question, which is used instead of the given one")
+            expected = None
     else:
         reader = Session(loaded, question, memory, say)
     if text and not reader_of_text(loaded).phases.train_on("imitation", "policy"):
@@ -105,7 +107,8 @@ def generated(loaded: Loaded, chunks: int, number: int) -> tuple[str, str, str]:
         return held_out.context, held_out.question, held_out.answers[0]
     characters = chunks * reasoning.chunk * CHARACTERS_A_TOKEN
     level = TASKS[section.task].standard.changed({**section.difficulty, "chunks": chunks, "characters": characters})
-    made = episode(section.task, section.seed, FIRST_HELD_OUT + number - 1, level)
+    wanted = FIRST_HELD_OUT + number - 1
+    made = episode(section.task, section.seed, wanted, level, filler=filler_for(wanted, fillers_of(section.filler)))
     return " ".join(made.chunks), made.question, made.answer
 
 

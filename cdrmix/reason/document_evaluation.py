@@ -5,7 +5,7 @@
     fast weights   the adapters read chunk by chunk, all updates are committed, and the model answers from them
     no writes      the same with fast weights of zeros
     carried states a model without adapters reads chunk by chunk, and answers from the states that it carries
-    whole text     the model reads the document and the question in one pass, without stage B
+    whole text     the model reads the document and the question in one pass, without adapters
 
 Answers are greedy. score: of generated tasks that of `cdrmix eval --tasks`, of files 1 for a right answer (`exact` of
 `rl.rewards`). f1: see there. Intervals: Wilson's, 95 %; too wide where a score can be between 0 and 1. An answer from
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema_reasoning import QuestionFiles, Reasoning
+from cdrmix.config.schema_reasoning import EpisodesOfDocuments, QuestionFiles, Reasoning
 from cdrmix.data.tasks import TASKS, known_task, score
 from cdrmix.errors import ConfigError, CorpusError
 from cdrmix.eval.intervals import wilson
@@ -29,14 +30,14 @@ from cdrmix.eval.peak_memory import peak, reset_peak
 from cdrmix.inference.load import Loaded
 from cdrmix.model.cache import select, with_fast_weights
 from cdrmix.model.decoding import Prefix, prefill, prefill_rows
-from cdrmix.model.language_model import Cache
+from cdrmix.model.language_model import Cache, LanguageModel
 from cdrmix.reason.agent.agent import Window, last_chunk_only, read_episodes
 from cdrmix.reason.build import load_stage_b
-from cdrmix.reason.documents import Document, GivenDocuments, TaskDocuments, read_documents, read_questions
+from cdrmix.reason.documents import GivenDocuments, TaskDocuments
 from cdrmix.reason.episodes import FIRST_HELD_OUT
-from cdrmix.reason.filler import fillers_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.plasticity.phase import read, zeroed
+from cdrmix.reason.question_files import Document, read_documents, read_questions, same_text
 from cdrmix.reason.rl.rewards import REWARDS
 from cdrmix.reason.rl.rollout import decode
 from cdrmix.reason.session import reader_of_text
@@ -70,10 +71,12 @@ class DocumentScore(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """Texts of the answers, and of the memory the asked, captured and held facts."""
+    """Texts of the answers; of the memory the asked, captured and held facts, and in how many documents the step budget
+    was spent."""
 
     texts: list[str]
     facts: tuple[int, int, int] = (0, 0, 0)
+    spent: int = 0
 
 
 def evaluate_documents(
@@ -101,7 +104,10 @@ def evaluate_documents(
         for mechanism, answer in reader.mechanisms(mechanisms).items():
             of_length = "" if length is None else f", {length:,} tokens"
             say(f"{name}{of_length}, {mechanism}: {len(numbers)} questions")
-            rows.append(reader.score(name, length, mechanism, answer, numbers))
+            row, spent = reader.score(name, length, mechanism, answer, numbers)
+            rows.append(row)
+            if spent:
+                say(f"In {spent} of {len(numbers)} documents the step budget was spent: the memory changed no more.")
     return rows
 
 
@@ -138,6 +144,13 @@ def tasks_named(asked: str) -> list[str]:
     return found
 
 
+def _trained_section(reasoning: Reasoning) -> EpisodesOfDocuments:
+    """The documents that a model was trained on: those of the agent, or without an agent those of the fast weights."""
+    phases = reasoning.phases
+    without_agent = phases.train_on("plasticity") and not phases.train_on("imitation", "policy")
+    return reasoning.plasticity if without_agent and not reasoning.plasticity.tokens else reasoning.agent
+
+
 def _sources(
     loaded: Loaded,
     reasoning: Reasoning,
@@ -147,54 +160,80 @@ def _sources(
     seed: int,
     say: Callable[[str], None],
 ) -> Iterator[tuple[str, int | None, GivenDocuments]]:
-    """(name, length, documents) of everything that is asked for."""
-    section, chunk, tokenizer = reasoning.agent, reasoning.chunk, loaded.tokenizer
-    files_of_phases = [section.data, reasoning.plasticity.data if reasoning.plasticity.data != section.data else None]
-    trained_on = [files for files in files_of_phases if files is not None]
+    """(name, length, documents) of everything that is asked for. All names and files are checked before the first."""
+    section, chunk, tokenizer = _trained_section(reasoning), reasoning.chunk, loaded.tokenizer
     trained = source_of(section, chunk, tokenizer)
     widths = {"question_tokens": trained.question, "answer_tokens": trained.answer}
-    if tasks is None:
-        tasks = [f"{FILES}{path}" for path in section.data.paths] if section.data is not None else [section.task]
-    for asked in tasks:
-        if asked.startswith(FILES):
+    asked: list[tuple[str, list[Document] | None]] = []
+    if tasks is None and section.data is not None:
+        name = f"{FILES}{','.join(section.data.paths)}"
+        asked.append((name, _not_trained_on(read_documents(section.data), reasoning, name, say)))
+    for name in (section.task,) * (section.data is None) if tasks is None else tasks:
+        if name == FILES:
+            raise ConfigError(f"--tasks {FILES} names no file; give {FILES}FILE")
+        if name.startswith(FILES):
             fields = section.data.model_dump(exclude={"paths"}) if section.data is not None else {"kind": "jsonl"}
-            if asked == FILES:
-                raise ConfigError(f"--tasks {FILES} names no file; give {FILES}FILE")
-            files = QuestionFiles(**fields | {"paths": [asked.removeprefix(FILES)]})
-            given = section.model_copy(update={"data": files, **widths})
-            documents = _not_trained_on(read_documents(files), trained_on, asked, say)
-            yield asked, None, GivenDocuments(documents[:count], given, chunk, tokenizer)
+            files = QuestionFiles(**fields | {"paths": [name.removeprefix(FILES)]})
+            asked.append((name, _not_trained_on(read_documents(files), reasoning, name, say)))
+        else:
+            asked += [(task, None) for task in tasks_named(name)]
+
+    def given(name: str, documents: list[Document], section: EpisodesOfDocuments) -> GivenDocuments:
+        made = GivenDocuments(documents, section, chunk, tokenizer)
+        for part, width in (("question", made.question), ("answer", made.answer)):
+            if width > widths[f"{part}_tokens"]:
+                say(f"{name}: the windows have {width} tokens for the {part}, in training {widths[f'{part}_tokens']}")
+        return made
+
+    for name, documents in asked:
+        if documents is not None:
+            yield name, None, given(name, documents[:count], section.model_copy(update=widths))
             continue
-        for task in tasks_named(asked):
-            difficulty = section.difficulty if task == section.task and section.data is None else {}
-            made = section.model_copy(
-                update={"task": task, "data": None, "difficulty": difficulty, "seed": seed, **widths}
-            )
-            for length in lengths:
-                generated = TaskDocuments(made, chunk, tokenizer, fillers_of(section.filler))
-                documents = [generated.document(FIRST_HELD_OUT + each, -(-length // chunk)) for each in range(count)]
-                yield task, length, GivenDocuments(documents, made, chunk, tokenizer)
+        difficulty = section.difficulty if name == section.task and section.data is None else {}
+        made = section.model_copy(update={"task": name, "data": None, "difficulty": difficulty, "seed": seed, **widths})
+        for length in lengths:
+            generated = TaskDocuments(made, chunk, tokenizer)
+            held_out = [generated.document(FIRST_HELD_OUT + each, -(-length // chunk)) for each in range(count)]
+            yield name, length, given(name, held_out, made)
 
 
 def _not_trained_on(
-    documents: list[Document], trained_on: Sequence[QuestionFiles], name: str, say: Callable[[str], None]
+    documents: list[Document], reasoning: Reasoning, name: str, say: Callable[[str], None]
 ) -> list[Document]:
-    """The documents that the phases did not train on, as far as their files are still there.
+    """The documents that no phase trained on, as far as the files of the phases still have those that were.
 
     Raises ConfigError if none is left.
     """
-    contexts: set[str] = set()
-    for files in trained_on:
+    phases = reasoning.phases
+    sections = [reasoning.agent] if phases.train_on("imitation", "policy") else []
+    sections += [reasoning.plasticity] if phases.train_on("plasticity", "acceptance") else []
+    trained: set[str] = set()
+    for files in (section.data for section in sections if section.data is not None):
         try:
-            contexts |= {document.context for document in read_questions(files)[0]}
+            trained |= {same_text(document.context) for document in read_questions(files)[0]}
         except CorpusError as error:
             say(f"{name}: it is not known which documents the model was trained on: {error}")
-    kept = [document for document in documents if document.context not in contexts]
+    kept = [document for document in documents if same_text(document.context) not in trained]
     if len(kept) < len(documents):
         say(f"{name}: {len(documents) - len(kept):,} of {len(documents):,} questions were trained on, and are left out")
     if not kept:
         raise ConfigError(f"{name}: the model was trained on all of these documents; name others")
     return kept
+
+
+@contextmanager
+def _without_adapters(model: LanguageModel) -> Iterator[None]:
+    """The adapters add zeros to their projections."""
+    ups = {
+        each: each.clone() for name, each in model.named_parameters() if ".plastic." in name and name.endswith(".up")
+    }
+    try:
+        for up in ups:
+            up.zero_()
+        yield
+    finally:
+        for up, before in ups.items():
+            up.copy_(before)
 
 
 class _Reader:
@@ -226,10 +265,10 @@ class _Reader:
     @torch.no_grad()
     def score(
         self, task: str, length: int | None, mechanism: str, answer: Callable[[range], _Answered], numbers: range
-    ) -> DocumentScore:
-        """The score of one mechanism."""
+    ) -> tuple[DocumentScore, int]:
+        """The score of one mechanism, and in how many documents the step budget was spent."""
         total = f1 = seconds = 0.0
-        tokens, facts = 0, [0, 0, 0]
+        tokens, facts, spent = 0, [0, 0, 0], 0
         reset_peak(self._device)
         for start in range(0, len(numbers), ROWS):
             part = numbers[start : start + ROWS]
@@ -241,12 +280,13 @@ class _Reader:
             answered = answer(part)
             seconds += time.perf_counter() - begun
             facts = [before + more for before, more in zip(facts, answered.facts, strict=True)]
+            spent += answered.spent
             for number, text, question in zip(part, answered.texts, asked, strict=True):
                 example = self._source.document(number, self._chunks).example
                 total += REWARDS["exact"](text, question.answers) if example is None else score(example, text)
                 f1 += REWARDS["f1"](text, question.answers)
         of_facts, captured, held = facts
-        return DocumentScore(
+        row = DocumentScore(
             task,
             length,
             tokens / len(numbers),
@@ -260,9 +300,10 @@ class _Reader:
             tokens / max(seconds, 1e-9),
             peak(self._device) / 2**20,
         )
+        return row, spent
 
     def _from_memory(self, numbers: range, *, last_only: bool = False) -> _Answered:
-        episodes = self._source.batch(numbers, self._chunks)
+        episodes, budget = self._source.batch(numbers, self._chunks), self._reasoning.controller.step_budget
         if last_only:
             episodes = last_chunk_only(episodes, self._source.pad)
         reading = read_episodes(
@@ -271,12 +312,12 @@ class _Reader:
             episodes,
             temperature=0.0,
             generator=torch.Generator(),
-            step_budget=self._reasoning.controller.step_budget,
+            step_budget=budget,
         )
         facts = (reading.asked_BF, reading.captured_BF, reading.held_BF)
         texts = [self._source.text(ids) for ids in reading.answer_BA.tolist()]
         asked, captured, held = (int(part.sum()) for part in facts)
-        return _Answered(texts, (asked, captured, held))
+        return _Answered(texts, (asked, captured, held), int((reading.changes_B >= budget).sum()))
 
     def _from_last_chunk(self, numbers: range) -> _Answered:
         return self._from_memory(numbers, last_only=True)
@@ -311,13 +352,14 @@ class _Reader:
 
     def _from_whole_text(self, numbers: range) -> _Answered:
         texts = []
-        for number in numbers:
-            document = self._source.document(number, self._chunks)
-            prompt = f"{document.context}\nQuestion: {document.question}\nAnswer:"
-            ids = [self._tokenizer.first_id, *self._tokenizer.encode(prompt)]
-            prefix = prefill_rows(self._model.language_model, [ids])
-            (text,) = self._decoded(prefix, self._tokenizer.end_of_text_id)
-            texts.append((text.splitlines() or [""])[0])
+        with _without_adapters(self._model.language_model):
+            for number in numbers:
+                document = self._source.document(number, self._chunks)
+                prompt = f"{document.context}\nQuestion: {document.question}\nAnswer:"
+                ids = [self._tokenizer.first_id, *self._tokenizer.encode(prompt)]
+                prefix = prefill_rows(self._model.language_model, [ids])
+                (text,) = self._decoded(prefix, self._tokenizer.end_of_text_id)
+                texts.append((text.splitlines() or [""])[0])
         return _Answered(texts)
 
     def _decoded(self, prefix: Prefix, end: int) -> list[str]:

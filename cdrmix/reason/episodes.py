@@ -69,12 +69,13 @@ def filler_for(number: int, fillers: Fillers | None) -> Filler | None:
 
 
 def chunk_counts(chunks_BNC: Tensor, pad: int) -> Tensor:
-    """The number of chunks of each document that are not padding alone, int64 [B]."""
-    return (chunks_BNC != pad).any(2).sum(1)
+    """The number of chunks of each document up to its last one that is not padding alone, int64 [B]."""
+    has_tokens_BN = (chunks_BNC != pad).any(2)
+    return (has_tokens_BN * torch.arange(1, chunks_BNC.shape[1] + 1, device=chunks_BNC.device)).amax(1)
 
 
 def by_length(episodes: Episodes, pad: int) -> list[Episodes]:
-    """Episodes with equal numbers of chunks together, without empty chunks, shortest first.
+    """Episodes with equal numbers of chunks together, without empty chunks behind the last, shortest first.
 
     The fast weights would read an empty chunk; the memory agent leaves it out itself.
     """
@@ -299,7 +300,10 @@ class TextSource(TextEpisodes):
         )
 
     def _chunk(self, episode: Episode, index: int) -> list[int]:
-        """The chunk's sentences with facts, and as many of its other sentences as fit, in their order."""
+        """The chunk's sentences with facts, and as many of its other sentences as fit, in their order.
+
+        If none fits, the beginning of the first one: a chunk is not empty.
+        """
         keys = episode.kept or [fact.key for fact in episode.facts if fact.chunk == index]
         sentences = [self._encoded(f" {sentence}") for sentence in sentences_of(episode.chunks[index])]
         have_facts = [any(key in sentence for key in keys) for sentence in sentences_of(episode.chunks[index])]
@@ -309,7 +313,7 @@ class TextSource(TextEpisodes):
             if has_fact or len(ids) <= left:
                 left -= 0 if has_fact else len(ids)
                 row += ids
-        return row
+        return row or sentences[0][: self.chunk]
 
 
 def _probe(episodes: Episodes, pad: int, marks: Marks, *, end: bool) -> Probe:

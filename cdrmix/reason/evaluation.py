@@ -13,7 +13,7 @@ from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.reason.agent import agent
 from cdrmix.reason.controller import acceptance
-from cdrmix.reason.controller.controller import Controller, always, by_head, never
+from cdrmix.reason.controller.controller import Controller, always, configured, never
 from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.operations import policy as operations
@@ -55,10 +55,10 @@ def evaluate_stage_b(
         lengths_of["plasticity"] = _lengths(reasoning.plasticity, section.chunks)
     if phases.acceptance.steps and model.controller is not None:
         acceptance_source = source(reasoning.acceptance or reasoning.plasticity)
-        controller, head = Controller(model.language_model, reasoning), by_head(model.controller)
+        controller, rule = Controller(model.language_model, reasoning), configured(reasoning, model.controller)
 
         def measure_acceptance(chunks: int) -> dict[str, float]:
-            measured = acceptance.measure(controller, acceptance_source, head, numbers, chunks)
+            measured = acceptance.measure(controller, acceptance_source, rule, numbers, chunks)
             all_committed = acceptance.measure(controller, acceptance_source, always, numbers, chunks)["answered"]
             none_committed = acceptance.measure(controller, acceptance_source, never, numbers, chunks)["answered"]
             return {"on": measured.pop("answered"), "off": all_committed, "never": none_committed, **measured}

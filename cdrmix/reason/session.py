@@ -9,6 +9,7 @@ index on the disk, for other sessions and processes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -36,7 +37,7 @@ from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.rl.rollout import decode
 from cdrmix.reason.sources import source_of
 
-FORMAT = "cdrmix session 2"  # 2: adds the number of memory changes, which the step budget limits
+FORMAT = "cdrmix session 3"  # 2: adds the number of memory changes, which the step budget limits; 3: the model's digest
 
 
 class Step(NamedTuple):
@@ -71,7 +72,7 @@ class Session:
     ) -> None:
         reasoning = reader_of_text(loaded)
         self._reasoning, self._tokenizer, self.question = reasoning, loaded.tokenizer, question
-        self._model = load_stage_b(loaded)
+        self._loaded, self._model = loaded, load_stage_b(loaded)
         self._source: EpisodeSource = source_of(reasoning.agent, reasoning.chunk, loaded.tokenizer)
         self._window = Window.of(reasoning, self._source)
         self._device = loaded.model.embedding.weight.device
@@ -182,7 +183,7 @@ class Session:
             tensors["commits"] = self._episode.commits_B
             tensors |= {f"state.{name}": tensor for name, tensor in flattened(group.cache or ()).items()}
         metadata = {"format": FORMAT, "question": self.question, "steps": str(self.steps)}
-        metadata["changes"] = str(self.changes)
+        metadata |= {"changes": str(self.changes), "model": identity_of(self._loaded)}
         with disk_guard(f"the session {path}", "Free some space, or name another folder."):
             save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
 
@@ -199,6 +200,10 @@ class Session:
             raise CheckpointError(f"{path} cannot be read as a session: {error}") from error
         if metadata.get("format") != FORMAT:
             raise CheckpointError(f"{path} is no session of this version; its format is {metadata.get('format')!r}")
+        if metadata.get("model") != identity_of(loaded):
+            raise CheckpointError(
+                f"{path} is the session of another model, or of other weights of it; name another file"
+            )
         session = cls(loaded, metadata["question"], memory, say)
         session.steps, session.changes = int(metadata["steps"]), int(metadata["changes"])
         try:
@@ -259,6 +264,15 @@ class Session:
     def _text(self, ids_1L: Tensor) -> str:
         ids = [token for token in ids_1L.flatten().tolist() if token != self._source.pad]
         return self._tokenizer.decode(ids)
+
+
+def identity_of(loaded: Loaded) -> str:
+    """The SHA-256 of a model's weights and of its tokenizer's fingerprint, the same after an export in float32."""
+    digest = hashlib.sha256(loaded.tokenizer.fingerprint.encode())
+    for name, tensor in sorted(loaded.weights.items()):
+        digest.update(f"{name} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def reader_of_text(loaded: Loaded) -> Reasoning:

@@ -12,12 +12,14 @@ from cdrmix.data.tasks import known_task
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 from cdrmix.reason.agent.imitation import check_memories
-from cdrmix.reason.documents import FileDocuments, TaskDocuments, check_demonstrated, read_questions
-from cdrmix.reason.episodes import EpisodeSource, TextSource, TokenSource
+from cdrmix.reason.documents import FileDocuments, TaskDocuments
+from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, TextSource, TokenSource
 from cdrmix.reason.filler import fillers_of
+from cdrmix.reason.question_files import check_demonstrated, read_questions
 from cdrmix.reason.rl.rewards import check_reward
 
-SAMPLE = 16  # documents of a generated task whose memories are measured
+SAMPLE = 16  # documents of a generated task that are made, and whose memories are measured
+LONG = 64  # chunks of all documents of a length, for training and for the evaluation, that are made
 
 
 def source_of(section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | None = None) -> EpisodeSource:
@@ -30,9 +32,9 @@ def source_of(section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | No
     if isinstance(section, EpisodesOfDocuments):
         if section.data is not None:
             return FileDocuments(section, chunk, tokenizer)
-        fillers = fillers_of(section.filler)
         if known_task(section.task).episode is None:
-            return TaskDocuments(section, chunk, tokenizer, fillers)
+            return TaskDocuments(section, chunk, tokenizer)
+        fillers = fillers_of(section.filler)
         question, answer = section.question_tokens, section.answer_tokens
     return TextSource(
         section.task,
@@ -69,6 +71,12 @@ def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> No
         "operations": (reasoning.operations, [], phases.train_on("operations_imitation", "operations")),
     }
     demonstrated = phases.train_on("imitation")
+    agent, plasticity = (reasoning.agent.data, reasoning.plasticity.data)
+    if agent and plasticity and agent.held_out != plasticity.held_out and used["agent"][2] and used["plasticity"][2]:
+        raise ConfigError(
+            f"reasoning.plasticity.data.held_out={plasticity.held_out} and reasoning.agent.data.held_out="
+            f"{agent.held_out} differ, so one phase could train on what the other holds out; set both to the same share"
+        )
     for name, (section, others, trained) in used.items():
         lengths = {section.chunks, *others, *reasoning.evaluation.chunks}
         if isinstance(section, EpisodesOfDocuments) and section.data is not None:  # they have the length they have
@@ -109,7 +117,8 @@ def _check_one(
         if memories_BNM is not None:
             check_memories(memories_BNM, source.pad, config.reasoning.memory.tokens, config.reasoning.memory.heads)
         return
-    episodes = source.batch([0], chunks)
+    sample = max(1, min(SAMPLE, LONG // chunks))  # one alone of long documents, which take long to make
+    episodes = source.batch([*range(sample), *range(FIRST_HELD_OUT, FIRST_HELD_OUT + sample)], chunks)
     memories_BNM = source.memories(range(SAMPLE), chunks) if demonstrated else None
     if memories_BNM is not None:
         check_memories(memories_BNM, source.pad, config.reasoning.memory.tokens, config.reasoning.memory.heads)

@@ -183,9 +183,16 @@ def test_eval_asks_by_every_mechanism(finished: Path, inside: Path, capfd: pytes
     assert "whole text" not in out
     assert main([*command, "--mechanisms", "memories"]) == 2
     assert "this model has no 'memories'; it has memory, last chunk" in capfd.readouterr().err
-    for task, said in (("qa9", "there is no task 'qa9'"), ("jsonl:", "--tasks jsonl: names no file")):
+    for task, said in (("qa1,qa9", "there is no task 'qa9'"), ("qa1,jsonl:", "--tasks jsonl: names no file")):
         assert main(["reason", "eval", "--model", str(finished), "--tasks", task]) == 2
-        assert said in capfd.readouterr().err
+        captured = capfd.readouterr()
+        assert said in captured.err
+        assert "2 questions" not in captured.out + captured.err, "a task was evaluated before the names were checked"
+    spaced = inside / "spaced.jsonl"  # the same documents with other white space
+    spaced.write_text((inside / "questions.jsonl").read_text().replace(". ", ".  "))
+    command = ["reason", "eval", "--model", str(finished), "--tasks", f"jsonl:{spaced}", "--count", "1", "--json"]
+    assert main([*command, "--mechanisms", "last chunk"]) == 0
+    assert "of 200 questions were trained on, and are left out" in capfd.readouterr().err
 
 
 @pytest.mark.slow

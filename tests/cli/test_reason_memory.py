@@ -177,6 +177,36 @@ def test_the_step_budget_limits_a_session(
         assert message in output.splitlines()
 
 
+def test_a_session_belongs_to_one_model(
+    model: Path, book: Path, tmp_path: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where another model has the same sizes."""
+    loaded = load_model(model)
+    with torch.no_grad():
+        next(iter(loaded.model.parameters())).add_(1e-3)
+    other = export_model(loaded, workspace / "other-weights")
+    options = [
+        "--device",
+        "cpu",
+        "--question",
+        "thing number 3",
+        "--document",
+        book,
+        "--session",
+        tmp_path / "a.session",
+    ]
+
+    def read_with(folder: Path) -> int:
+        return main([str(argument) for argument in ("reason", "demo", "--model", folder, *options)])
+
+    assert read_with(model) == 0
+    written = (tmp_path / "a.session").read_bytes()
+    assert read_with(other) == 5
+    assert "a.session is the session of another model, or of other weights of it" in capsys.readouterr().err
+    assert (tmp_path / "a.session").read_bytes() == written
+    assert read_with(model) == 0
+
+
 def test_memories_that_are_refused(
     model: Path, finished_without: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -234,6 +234,56 @@ def test_all_documents_are_checked_before_training(name: str, write: Write, toke
         check_episodes(config, tokenizer)
 
 
+def test_a_fact_that_the_tokenizer_changes_is_refused(write: Write) -> None:
+    texts = [make_example("recall", 1, number, 2000).text for number in range(20)]
+    tokenizer = TextTokenizer.train(texts, vocab_size=400, end_of_text="<|endoftext|>", nfkc=True)
+    fact = "The code of Dukuro is \u2460."  # a circled digit
+    path = write(*(row_of(number) for number in range(20)), row_of(3, context=f"It is so. {fact}", facts=[fact]))
+    made = source(path, tokenizer)
+    with pytest.raises(ConfigError, match=r"questions.jsonl:21: the tokenizer changes the fact 'The code of Dukuro is"):
+        made.check(8, demonstrated=True, memory=64)
+    made.check(8)
+
+
+def test_a_fact_that_no_chunk_has_is_refused(write: Write, tokenizer: TextTokenizer) -> None:
+    fact = "Nothing " * 30 + "at all."
+    made = source(write(*(row_of(number) for number in range(20)), row_of(3, context=fact, facts=[fact])), tokenizer)
+    with pytest.raises(
+        ConfigError, match=r"questions.jsonl:21: the fact .* has \d+ tokens, so no chunk has it as a whole"
+    ):
+        made.check(8, demonstrated=True, memory=400)
+    made.check(8)
+
+
+def test_phases_hold_the_same_documents_out(write: Write, tokenizer: TextTokenizer) -> None:
+    path = write(*(row_of(number) for number in range(40)))
+    overrides = [
+        f"reasoning.{section}={{tokens: false, chunks: 8, data: {{kind: jsonl, paths: [{path}], held_out: {share}}}}}"
+        for section, share in (("agent", 0.3), ("plasticity", 0.1))
+    ]
+    used = ["reasoning.phases.imitation.steps=1", "reasoning.phases.acceptance.steps=0"]
+    with pytest.raises(ConfigError, match=r"held_out=0.1 and reasoning.agent.data.held_out=0.3 differ"):
+        check_episodes(Config.from_yaml("configs/cdrmix-reason-tiny.yaml", [*overrides, *used]), tokenizer)
+    same = [each.replace("0.1", "0.3") for each in overrides]
+    check_episodes(Config.from_yaml("configs/cdrmix-reason-tiny.yaml", [*same, *used]), tokenizer)
+
+
+def test_a_task_that_fits_by_chance_is_refused(tokenizer: TextTokenizer) -> None:
+    """Episode 0 fits, others do not."""
+    config = Config.from_yaml("configs/cdrmix-reason-tiny.yaml", ["reasoning.phases.imitation.steps=1"])
+    assert config.reasoning is not None
+    agent = EpisodesOfDocuments(task="babilong_qa1", chunks=7, difficulty={"facts": 10})
+    made = source_of(agent, CHUNK, tokenizer)
+    made.batch([0], 7)
+    reasoning = config.reasoning.model_copy(
+        update={"agent": agent, "evaluation": config.reasoning.evaluation.model_copy(update={"chunks": [16]})}
+    )
+    with pytest.raises(
+        ConfigError, match=r"reasoning.agent, an episode of 7 chunks: babilong_qa1 \d+: the document has"
+    ):
+        check_episodes(config.model_copy(update={"reasoning": reasoning}), tokenizer)
+
+
 def test_documents_have_no_false_chunks_to_reject() -> None:
     overrides = ["reasoning.plasticity={task: recall, data: {kind: jsonl, paths: [a]}}", "reasoning.acceptance=null"]
     with pytest.raises(
@@ -393,7 +443,7 @@ def test_a_story_is_demonstrated_among_text_of_files(tmp_path: Path, tokenizer: 
         update={"filler": schema_data.TextSource(kind="text", paths=[str(tmp_path / "short.txt")])}
     )
     with pytest.raises(CorpusError, match=r"the filler, .*, has 1 sentences; give more text"):
-        source_of(short, CHUNK, tokenizer)
+        source_of(short, CHUNK, tokenizer).batch([0], 8)
 
 
 def test_the_fingerprint_is_of_the_questions(write: Write) -> None:

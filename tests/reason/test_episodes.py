@@ -9,11 +9,12 @@ import torch
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask
-from cdrmix.data.tasks import IGNORED, make_example
+from cdrmix.data.tasks import IGNORED, Filler, make_example
 from cdrmix.data.tasks import episodes as tokens
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
-from cdrmix.reason.episodes import FIRST_HELD_OUT, TextSource, TokenSource
+from cdrmix.reason.episodes import FIRST_HELD_OUT, TextSource, TokenSource, by_length, chunk_counts
+from cdrmix.reason.filler import Fillers
 from cdrmix.reason.sources import check_episodes, source_of
 
 KINDS = ["recall", "poisoned", "agent", "hops"]
@@ -138,6 +139,34 @@ def test_text_episodes_keep_their_facts_and_fit(tokenizer: TextTokenizer) -> Non
     assert all(torch.equal(one[7], two[0]) for one, two in zip(made, again, strict=True))
     with pytest.raises(ConfigError, match="do not fit chunks of 12 tokens"):
         TextSource("chunk_recall", 1, 12, {"pairs": 40}, tokenizer).batch([0], 1)
+
+
+def test_no_chunk_is_empty_and_none_is_lost_behind_one(tokenizer: TextTokenizer) -> None:
+    """Also where every sentence between the facts is longer than a chunk."""
+    long = " ".join(["river"] * 60) + "."
+    source = TextSource(
+        "chunk_recall", 1, 32, {"pairs": 2}, tokenizer, Fillers(Filler([long] * 50), Filler([long] * 50))
+    )
+    made = source.batch(range(12), 8)
+    has_tokens_BN = (made.chunks_BNC != source.pad).any(2)
+    assert has_tokens_BN.all()
+    made.chunks_BNC[3, 2] = source.pad
+    made.chunks_BNC[5, 6:] = source.pad
+    assert chunk_counts(made.chunks_BNC, source.pad).tolist() == [8, 8, 8, 8, 8, 6, *[8] * 6]
+    short, whole = by_length(made, source.pad)
+    assert short.chunks_BNC.shape[:2] == (1, 6)
+    assert whole.chunks_BNC.shape[:2] == (11, 8)
+
+
+def test_lines_of_code_are_sentences_of_their_own(tokenizer: TextTokenizer) -> None:
+    """Joined to a fact they would be one sentence with it, which fits no chunk."""
+    lines = [f"value_{number} = compute(value_{number}, other, more)" for number in range(40)]
+    source = TextSource("chunk_recall", 1, 64, {"pairs": 2}, tokenizer, Fillers(Filler(lines), Filler(lines)))
+    made = source.batch(range(6), 4)
+    for row in range(6):
+        for fact, chunk in zip(made.facts_BFW[row], made.fact_chunk_BF[row].tolist(), strict=True):
+            key, value = source.text(fact.tolist()).split()
+            assert f"The code of {key} is {value}." in source.text(made.chunks_BNC[row, chunk].tolist())
 
 
 def test_no_text_holds_a_mark(tokenizer: TextTokenizer) -> None:

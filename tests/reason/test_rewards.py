@@ -61,7 +61,7 @@ def test_a_function_of_the_user_scores_answers_and_its_failures_are_told() -> No
     assert values == [0.5, None, None, None]
     assert errors == [
         "KeyError: 'maybe' (user_rewards_of_a_test.py:3)",
-        "it returned nan; a reward is finite, and at most 1e+06 in size",
+        "a reward is finite, and at most 1e+06 in size: it returned nan",
         "KeyError: 'perhaps' (user_rewards_of_a_test.py:3)",
     ]
 
@@ -89,7 +89,9 @@ def test_numbers_letters_and_other_scripts(answer: str, right: str, same: int) -
     [
         (lambda *_: None, "it returned NoneType, not a number"),
         (lambda *_: "0.5", "it returned str, not a number"),
-        (lambda *_: 1e300, "it returned 1e+300; a reward is finite, and at most 1e+06 in size"),
+        (lambda *_: 1e300, "a reward is finite, and at most 1e+06 in size: it returned 1e+300"),
+        (lambda *_: 10**400, "it returned int, which is no number: int too large to convert to float"),
+        (lambda *_: np.array([1.0, 2.0]), "it returned ndarray, which is no number"),
         (lambda *_: sys.exit(0), "SystemExit: 0"),
         (lambda _question, _answer, row: row["facts"].append(1), "it returned NoneType"),
     ],

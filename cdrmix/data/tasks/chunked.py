@@ -49,7 +49,7 @@ def poisoned_episode(rng: Rng, difficulty: Poisoned) -> Episode:
         else:
             told = [f"The code of {fact.key} is {fact.value}." for fact in facts if fact.chunk == chunk]
         length = difficulty.characters // difficulty.chunks - 1 - (len(LIE) + 1 if chunk in bad else 0)
-        text = rng.paragraph(told, length)
+        text = rng.among_filler(told, length)
         chunks.append(f"{text} {LIE}".lstrip() if chunk in bad else text)
     answer = ", ".join(fact.value for fact in asked)
     return Episode(question, tuple(chunks), answer, facts, asked, bad, (LIE, "The code of "))
@@ -87,7 +87,7 @@ def hops_episode(rng: Rng, difficulty: ChunkHops) -> Episode:
     chunks = []
     for chunk in range(difficulty.chunks):
         told = [f"Let {fact.key} = {fact.value}." for fact in facts if fact.chunk == chunk]
-        chunks.append(rng.paragraph(told, difficulty.characters // difficulty.chunks - 1))
+        chunks.append(rng.among_filler(told, difficulty.characters // difficulty.chunks - 1))
     question = f"What is the value of {asked[-1].key}?"
     return Episode(question, tuple(chunks), str(values[0]), tuple(facts), asked, (), ("Let ",))
 

@@ -68,7 +68,7 @@ def chunk_episode(rng: Rng, difficulty: ChunkRecall) -> Episode:
     chunks = []
     for chunk in range(difficulty.chunks):
         sentences = [f"The code of {fact.key} is {fact.value}." for fact in facts if fact.chunk == chunk]
-        chunks.append(rng.paragraph(sentences, difficulty.characters // difficulty.chunks - 1))
+        chunks.append(rng.among_filler(sentences, difficulty.characters // difficulty.chunks - 1))
     return Episode(question, tuple(chunks), ", ".join(fact.value for fact in asked), facts, asked)
 
 

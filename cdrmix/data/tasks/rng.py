@@ -190,14 +190,8 @@ class Rng:
 
     def among_filler(self, facts: Sequence[str], characters: int, without: Sequence[str] = ()) -> str:
         """The facts in their order, at random positions among filler sentences, about `characters` in total."""
-        return joined(self._mixed(facts, characters, without))
-
-    def paragraph(self, facts: Sequence[str], characters: int) -> str:
-        """The same without line breaks, for tasks whose chunks are paragraphs."""
-        return " ".join(self._mixed(facts, characters, ()))
-
-    def _mixed(self, facts: Sequence[str], characters: int, without: Sequence[str]) -> list[str]:
-        return self.interleaved(facts, self.passage(characters - sum(len(fact) + 1 for fact in facts), without))
+        passage = self.passage(characters - sum(len(fact) + 1 for fact in facts), without)
+        return joined(self.interleaved(facts, passage))
 
     def interleaved(self, facts: Sequence[str], filler: Sequence[str]) -> list[str]:
         """Facts and filler in one list, each in its own order. Every interleaving has the same probability."""

@@ -61,10 +61,10 @@ def _imitated(config: Config, tokenizer: TextTokenizer | None, trial: Trial) -> 
     assert reasoning is not None
     model = small_model(config, config.run.seed)
     phase = reasoning.phases.imitation
-    decisive = (config.run.seed, config.cdrmix_model, phase, reasoning.agent, reasoning.memory, reasoning.chunk)
+    decisive = (config.run.seed, config.cdrmix_model, config.train, phase, reasoning.agent, reasoning.memory)
     replayed = [getattr(reasoning.phases, name) for name in phase.replay]
     others = (reasoning.carry, reasoning.plasticity, reasoning.operations, replayed) if replayed else ()
-    key = repr((*decisive, reasoning.plastic_lora, *others))
+    key = repr((*decisive, reasoning.chunk, reasoning.plastic_lora, *others))
     if key not in _IMITATED:
         trial.train_phase("imitation", config, model, tokenizer)
         _IMITATED[key] = copy.deepcopy(model.state_dict())

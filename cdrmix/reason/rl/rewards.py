@@ -138,9 +138,12 @@ def _called(reward: Reward, question: str, answer: str, row: Mapping[str, Any]) 
         raise _FailedError(f"{type(error).__name__}: {error} ({place})") from error
     if isinstance(found, str) or not hasattr(found, "__float__"):
         raise _FailedError(f"it returned {type(found).__name__}, not a number")
-    value = float(found)
+    try:
+        value = float(found)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _FailedError(f"it returned {type(found).__name__}, which is no number: {error}") from error
     if not abs(value) <= LARGEST:
-        raise _FailedError(f"it returned {value}; a reward is finite, and at most {LARGEST:g} in size")
+        raise _FailedError(f"a reward is finite, and at most {LARGEST:g} in size: it returned {value}")
     return value
 
 
