@@ -84,6 +84,8 @@ def _read_and_answer(reader: Session, text: str, session: Path | None, expected:
         say(f"Answer from memory:       {answers.from_memory}")
     if answers.from_fast_weights is not None:
         say(f"Answer from fast weights: {answers.from_fast_weights}")
+    if reader.steps and answers == Answers(None, None) and reader.durable_memory is None:
+        say("No answer: the model has neither token memory nor adapters. `cdrmix reason eval` measures carried states.")
     if reader.durable_memory is not None:
         answer, recalled = reader.recall()
         say(f"The index has {len(reader.durable_memory)} episodes of {reader.durable_memory.tokens} tokens")

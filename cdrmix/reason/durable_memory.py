@@ -90,6 +90,14 @@ class DurableMemory:
         """The tokens of all episodes."""
         return self._index.tokens
 
+    def check_question(self, tokens: int) -> None:
+        """Raises ConfigError for a question that is longer than the window's."""
+        if tokens > self._source.question:
+            raise ConfigError(
+                f"--memory: the question has {tokens} tokens; the window in which this model's operations read it has"
+                f" space for {self._source.question}"
+            )
+
     def close(self) -> None:
         """Releases the folder for another process."""
         self._index.close()
@@ -127,10 +135,8 @@ class DurableMemory:
         The model may continue after its answer, because the operations phases have no end token after it.
         Raises ConfigError for a question that is longer than the window's.
         """
-        width = self._source.question
-        if len(question) > width:
-            raise ConfigError(f"the question has {len(question)} tokens; this model's window has space for {width}")
-        padded = torch.tensor([[*question, *[self._source.pad] * (width - len(question))]])
+        self.check_question(len(question))
+        padded = torch.tensor([[*question, *[self._source.pad] * (self._source.question - len(question))]])
         empty = torch.empty(1, 0, dtype=torch.long)
         chunks = torch.empty(1, 0, self._source.chunk, dtype=torch.long)
         episodes = Episodes(padded, chunks, empty, empty, empty, empty.bool(), empty.bool())

@@ -93,6 +93,11 @@ class Session:
         self.durable_memory: DurableMemory | None = None
         if memory is not None:
             self.durable_memory = DurableMemory(memory, self._model, reasoning, loaded.tokenizer, say)
+            try:
+                self.durable_memory.check_question(len(ids))
+            except ConfigError:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Releases the memory's folder for another process."""

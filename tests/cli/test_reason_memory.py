@@ -177,6 +177,24 @@ def test_the_step_budget_limits_a_session(
         assert message in output.splitlines()
 
 
+def test_a_question_that_the_operations_cannot_read_is_refused_first(
+    model: Path, book: Path, tmp_path: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_model(model)
+    reasoning = loaded.config.reasoning
+    assert reasoning is not None
+    wide = reasoning.model_copy(update={"agent": reasoning.agent.model_copy(update={"question_tokens": 200})})
+    folder = export_model(
+        loaded._replace(config=loaded.config.model_copy(update={"reasoning": wide})), workspace / "wide"
+    )
+    for question, code in (("thing " * 30, 2), ("thing", 0)):
+        assert main(demo(folder, tmp_path / "memory", "--document", book, "--question", question)) == code
+        captured = capsys.readouterr()
+        refused = "--memory: the question has 151 tokens; the window in which this model's operations read it has space"
+        assert (refused in captured.err) == (code == 2)
+        assert ("written x1" in captured.out) == (code == 0), "the question is checked before the document is read"
+
+
 def test_a_session_belongs_to_one_model(
     model: Path, book: Path, tmp_path: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,20 +180,6 @@ def test_a_task_that_no_one_can_solve_is_said(monkeypatch: pytest.MonkeyPatch) -
         losses(0.25, PATIENCE)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("reasoning.phases.acceptance.train=all", "must be own"),
-        ("reasoning.controller.enabled=false", "nothing to accept"),
-        ("reasoning.plastic_lora.enabled=false", "nothing to accept"),
-    ],
-)
-def test_what_does_not_fit_is_refused(override: str, message: str) -> None:
-    config, _, source = make(override)
-    with pytest.raises(ConfigError, match=message):
-        AcceptancePhase(config, source)
-
-
 def test_answers_are_what_greedy_generation_would_give() -> None:
     """The share of right answers uses the most probable token at each key, from the state after the last chunk."""
     config, model, source = make()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
-from cdrmix.config.schema_reasoning import Controller, Memory, PlasticLora, Reasoning, Rl
+from cdrmix.config.schema_reasoning import Rl
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent import agent
@@ -53,17 +53,6 @@ def window_of(memory: int = 4, heads: int = 1) -> Window:
 
 def test_the_published_cell_has_a_window_of_thirty_tokens() -> None:
     assert window_of().length == 30
-
-
-def test_heads_divide_the_memory() -> None:
-    reasoning = Reasoning(
-        plastic_lora=PlasticLora(rank=4, alpha=0.2, decay=1.0),
-        controller=Controller(step_budget=64, max_branches=1),
-        memory=Memory(dim=8, top_k=1, max_tokens=64, tokens=10, heads=4),
-        rl=RL,
-    )
-    with pytest.raises(ConfigError, match="tokens 10 are not a multiple of heads 4"):
-        Window.of(reasoning, source())
 
 
 def test_a_memory_of_one_part_is_written_over() -> None:

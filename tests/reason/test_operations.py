@@ -401,12 +401,6 @@ def test_imitation_learns_what_to_do(training: Callable[[Config, int, float], Co
     assert end["agreed"] > 0.55
 
 
-def test_an_episode_longer_than_the_horizon_is_refused() -> None:
-    config = config_of("reasoning.rl.horizon=4")
-    with pytest.raises(ConfigError, match=r"more than the 4 actions of reasoning\.rl\.horizon"):
-        OperationsPhase(config, reader_of(config).source)
-
-
 def test_heads_never_choose_what_is_not_allowed() -> None:
     heads = OperationHeads(8)
     torch.nn.init.normal_(heads.policy.weight)

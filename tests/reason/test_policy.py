@@ -373,11 +373,6 @@ def test_the_divergence_is_from_the_model_as_it_was() -> None:
         phase_of(kl_weight=0.1).losses(model, 5, 0, 1)
 
 
-def test_more_turns_than_the_horizon_are_refused() -> None:
-    with pytest.raises(ConfigError, match="more than the 2 actions"):
-        phase_of(horizon=2)
-
-
 def test_imitation_is_divided_among_processes() -> None:
     """The micro-batches of two processes together are those of one, and both have the same number."""
     config, model = config_of(leak=0.5), model_of()

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema_reasoning import Reasoning, Rl
-from cdrmix.errors import ConfigError
 from cdrmix.model.decoding import Prefix, prefill, repeat
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.episodes import Episodes, EpisodeSource, Marks, chunk_counts
@@ -46,12 +45,8 @@ class Window:
 
     @classmethod
     def of(cls, reasoning: Reasoning, source: EpisodeSource) -> Window:
-        """The layout of a configuration. Raises ConfigError where heads do not divide the memory's tokens."""
+        """The layout of a configuration, whose heads divide the memory's tokens (config.validators_reasoning)."""
         memory, heads = reasoning.memory.tokens, reasoning.memory.heads
-        if memory % heads:
-            raise ConfigError(
-                f"reasoning.memory: tokens {memory} are not a multiple of heads {heads}; all heads have the same size"
-            )
         return cls(source.question, memory, heads, source.chunk, source.answer, source.pad, source.marks)
 
     @property

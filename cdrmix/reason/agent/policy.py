@@ -133,11 +133,6 @@ class PolicyPhase:
         self.shown: list[ShownRollout] = []
         self.reference: StageBModel | None = None
         self._idle = 0  # successive steps whose groups were all dropped
-        if self.chunks + 1 > self.rl.horizon:
-            raise ConfigError(
-                f"an episode of {self.chunks} chunks and an answer is more than the"
-                f" {self.rl.horizon} actions of reasoning.rl.horizon"
-            )
 
     def trains(self, parameter: str) -> bool:
         """The language model without its plastic adapters, as in imitation."""

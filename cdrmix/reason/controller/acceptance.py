@@ -124,13 +124,6 @@ class AcceptancePhase:
         self.episodes = reasoning.acceptance or reasoning.plasticity
         self.objective = objective_of(self.rl)
         self._idle = 0  # successive steps in which all groups were dropped; starts again at 0 when a run is resumed
-        if self.phase.train != "own":
-            raise ConfigError("reasoning.phases.acceptance.train must be own: this phase trains the controller's heads")
-        if not (reasoning.controller.enabled and reasoning.plastic_lora.enabled):
-            raise ConfigError(
-                "reasoning.phases.acceptance: without a controller or without plastic adapters there is nothing to "
-                "accept; set controller.enabled and plastic_lora.enabled, or phases.acceptance.steps: 0"
-            )
 
     def trains(self, parameter: str) -> bool:
         """The two heads."""

@@ -119,11 +119,6 @@ class OperationsPhase:
             raise ConfigError(
                 "reasoning.rl.kl_weight works with the token memory only; set it to 0 for the phase operations"
             )
-        if self.chunks + 1 > self.rl.horizon:
-            raise ConfigError(
-                f"reasoning.operations.chunks is {self.chunks}: with the answer that is more than the"
-                f" {self.rl.horizon} actions of reasoning.rl.horizon"
-            )
 
     def trains(self, parameter: str) -> bool:
         """The operations' heads; with `train: all` also the summariser and the language model without its adapters."""
