@@ -375,7 +375,7 @@ def _add_reason(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     demo.add_argument("--memory", type=Path, metavar="FOLDER", help=text)
     text = (
         "generated tasks by name, family or last part of the name (qa1, niah, recall), or your own questions as "
-        "jsonl:FILE (default: those that the memory agent was trained on)"
+        "jsonl:FILE (default: those that the memory agent, or without one the fast weights, were trained on)"
     )
     evaluate.add_argument("--tasks", "--task", type=name_list, metavar="A,B", help=text)
     text = "tokens of a generated document (default 1k,4k; 1k is 1024)"

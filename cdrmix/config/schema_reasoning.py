@@ -278,7 +278,7 @@ class OperationsImitation(WindowPhase):
     """The phase of imitation of operations on memories."""
 
     key_temperature: PositiveFloat = 0.03
-    """Temperature of the cosines in the loss of the keys. At 0.1 they are learned half as fast."""
+    """Temperature of the cosines in the loss of the keys."""
     summarised: Fraction = 0.0
     """Share of the chunks that are summarised, in summarised_batches of the batches. With an index, of the chunks
     without facts."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from cdrmix.config.rule import Rule, Violation
 
 STEP_BUDGET = "reasoning.controller.step_budget"
+PHASES = ("plasticity", "acceptance", "imitation", "policy", "operations_imitation", "operations", "joint")
+OPERATIONS = ("operations_imitation", "operations")
 CHANGES_PASSES = ("model.feed_forward.router_jitter", "model.feed_forward.drop")  # repeated passes differ
 
 
@@ -63,11 +66,15 @@ def _has_adapters(train: str, steps: int, enabled: bool, attention: list[str], r
     return None
 
 
-def _acceptance(steps: int, train: str, controller: bool, adapters: bool) -> str | None:
+def _acceptance(
+    steps: int, train: str, controller: bool, enabled: bool, attention: list[str], rwkv7: list[str]
+) -> str | None:
     if steps and train != "own":
         return "0 with train: all: the phase trains the controller's heads alone"
-    if steps and not (controller and adapters):
-        return "0 without reasoning.controller.enabled and reasoning.plastic_lora.enabled: there is nothing to accept"
+    if steps and not (controller and enabled and (attention or rwkv7)):
+        return (
+            "0 without reasoning.controller.enabled and adapters of reasoning.plastic_lora: there is nothing to accept"
+        )
     return None
 
 
@@ -80,8 +87,11 @@ def _divisor(heads: int, tokens: int) -> str | None:
     return f"a divisor of reasoning.memory.tokens={tokens}" if tokens % heads else None
 
 
-def _holds_a_chunk(max_tokens: int, chunk: int, episodic: bool, *steps: int) -> str | None:
-    if episodic and any(steps) and max_tokens < chunk:
+def _holds_a_chunk(max_tokens: int, chunk: int, episodic: bool, *steps_and_replay: Any) -> str | None:
+    steps, replay = steps_and_replay[: len(PHASES)], steps_and_replay[len(PHASES) :]
+    own = any(count for name, count in zip(PHASES, steps, strict=True) if name in OPERATIONS)
+    replayed = any(count and {*OPERATIONS} & {*names} for count, names in zip(steps, replay, strict=True))
+    if episodic and (own or replayed) and max_tokens < chunk:
         return f"at least reasoning.chunk={chunk}, which is an episode of the index"
     return None
 
@@ -98,7 +108,7 @@ RULES = (
         (
             *(f"reasoning.phases.acceptance.{name}" for name in ("steps", "train")),
             "reasoning.controller.enabled",
-            "reasoning.plastic_lora.enabled",
+            *(f"reasoning.plastic_lora.{name}" for name in ("enabled", "attention", "rwkv7")),
         ),
         _acceptance,
     ),
@@ -118,7 +128,8 @@ RULES = (
             "reasoning.memory.max_tokens",
             "reasoning.chunk",
             "reasoning.memory.episodic",
-            *(f"reasoning.phases.{name}.steps" for name in ("operations_imitation", "operations")),
+            *(f"reasoning.phases.{name}.steps" for name in PHASES),
+            *(f"reasoning.phases.{name}.replay" for name in PHASES),
         ),
         _holds_a_chunk,
     ),

@@ -92,8 +92,9 @@ def evaluate_documents(
     """The scores of every mechanism of a model for each task and length.
 
     tasks: names, families or last parts of names of generated tasks, jsonl:FILE; None: those that the agent was trained
-    on. mechanisms: those of the module; None: all that the model has. Raises ConfigError for an unknown task and for a
-    mechanism that the model does not have, CorpusError for a file that cannot be read.
+    on, or without an agent the fast weights or states. mechanisms: those of the module; None: all that the model has.
+    Raises ConfigError for an unknown task and for a mechanism that the model does not have, CorpusError for a file that
+    cannot be read.
     """
     reasoning = reader_of_text(loaded)
     model = load_stage_b(loaded)
@@ -164,6 +165,14 @@ def _sources(
     section, chunk, tokenizer = _trained_section(reasoning), reasoning.chunk, loaded.tokenizer
     trained = source_of(section, chunk, tokenizer)
     widths = {"question_tokens": trained.question, "answer_tokens": trained.answer}
+
+    def of_task(name: str) -> EpisodesOfDocuments:
+        difficulty = section.difficulty if name == section.task and section.data is None else {}
+        return section.model_copy(update={"task": name, "data": None, "difficulty": difficulty, "seed": seed, **widths})
+
+    def generated(name: str) -> TaskDocuments:
+        return TaskDocuments(of_task(name), chunk, tokenizer)
+
     asked: list[tuple[str, list[Document] | None]] = []
     if tasks is None and section.data is not None:
         name = f"{FILES}{','.join(section.data.paths)}"
@@ -177,6 +186,9 @@ def _sources(
             asked.append((name, _not_trained_on(read_documents(files), reasoning, name, say)))
         else:
             asked += [(task, None) for task in tasks_named(name)]
+    for name, documents in asked:
+        if documents is None:
+            generated(name).document(FIRST_HELD_OUT, -(-min(lengths) // chunk))  # raises for a task without a question
 
     def given(name: str, documents: list[Document], section: EpisodesOfDocuments) -> GivenDocuments:
         made = GivenDocuments(documents, section, chunk, tokenizer)
@@ -189,12 +201,10 @@ def _sources(
         if documents is not None:
             yield name, None, given(name, documents[:count], section.model_copy(update=widths))
             continue
-        difficulty = section.difficulty if name == section.task and section.data is None else {}
-        made = section.model_copy(update={"task": name, "data": None, "difficulty": difficulty, "seed": seed, **widths})
         for length in lengths:
-            generated = TaskDocuments(made, chunk, tokenizer)
-            held_out = [generated.document(FIRST_HELD_OUT + each, -(-length // chunk)) for each in range(count)]
-            yield name, length, given(name, held_out, made)
+            source = generated(name)
+            held_out = [source.document(FIRST_HELD_OUT + each, -(-length // chunk)) for each in range(count)]
+            yield name, length, given(name, held_out, of_task(name))
 
 
 def _not_trained_on(

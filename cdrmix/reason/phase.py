@@ -12,6 +12,7 @@ from torch import nn
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
 from cdrmix.config.schema_reasoning import Phase as PhaseSection
+from cdrmix.errors import ConfigError
 from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.lockstep import Lockstep
 from cdrmix.reason.model import Loss, StageBModel
@@ -217,9 +218,16 @@ def _perhaps_unused(model: StageBModel) -> list[nn.Parameter]:
 
 
 def freeze(model: nn.Module, phase: Phase) -> None:
-    """Sets requires_grad for the parameters that the phase trains, and clears it for all others."""
+    """Sets requires_grad for the parameters that the phase trains, and clears it for all others.
+
+    Raises ConfigError if there are none.
+    """
     trained = False
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(phase.trains(name))
         trained |= parameter.requires_grad
-    assert trained, f"{phase.name} trains no parameter of this model"
+    if not trained:
+        raise ConfigError(
+            f"reasoning.phases.{phase.name} trains no parameter of this model; name projections in"
+            " reasoning.plastic_lora that its layers have"
+        )

@@ -272,9 +272,14 @@ class Session:
 
 
 def identity_of(loaded: Loaded) -> str:
-    """The SHA-256 of a model's weights and of its tokenizer's fingerprint, the same after an export in float32."""
+    """The SHA-256 of a model's weights and of its tokenizer's fingerprint, the same after an export in float32.
+
+    Without the heads of further tokens (model.prediction), which an export leaves out by default.
+    """
     digest = hashlib.sha256(loaded.tokenizer.fingerprint.encode())
     for name, tensor in sorted(loaded.weights.items()):
+        if name.startswith("prediction."):
+            continue
         digest.update(f"{name} {list(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

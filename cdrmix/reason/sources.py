@@ -6,7 +6,7 @@ import hashlib
 import json
 
 from cdrmix.config.schema import Config
-from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask
+from cdrmix.config.schema_reasoning import EpisodesOfDocuments, EpisodesOfTask, QuestionFiles
 from cdrmix.data.tasks import episode as text_episode
 from cdrmix.data.tasks import known_task
 from cdrmix.data.tokenizer import TextTokenizer
@@ -15,11 +15,11 @@ from cdrmix.reason.agent.imitation import check_memories
 from cdrmix.reason.documents import FileDocuments, TaskDocuments
 from cdrmix.reason.episodes import FIRST_HELD_OUT, EpisodeSource, TextSource, TokenSource
 from cdrmix.reason.filler import fillers_of
-from cdrmix.reason.question_files import check_demonstrated, read_questions
+from cdrmix.reason.question_files import check_demonstrated, read_questions, same_text
 from cdrmix.reason.rl.rewards import check_reward
 
 SAMPLE = 16  # documents of a generated task that are made, and whose memories are measured
-LONG = 64  # chunks of all documents of a length, for training and for the evaluation, that are made
+LONG = 64  # chunks of all documents of a length that are made, and as many of the evaluation
 
 
 def source_of(section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | None = None) -> EpisodeSource:
@@ -50,8 +50,8 @@ def source_of(section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | No
 
 
 def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> None:
-    """Makes one episode of every task that a phase trains, at each number of chunks, to find mistakes before training.
-    Files and the reward are checked as a whole.
+    """Makes some episodes of every task that a phase trains, at each number of chunks, to find mistakes early. Files
+    and the reward are checked as a whole.
 
     tokenizer: None leaves out the check that text fits the chunks. Raises ConfigError that names the section,
     CorpusError that names file and line, and PluginError for a reward that cannot be imported.
@@ -71,12 +71,8 @@ def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> No
         "operations": (reasoning.operations, [], phases.train_on("operations_imitation", "operations")),
     }
     demonstrated = phases.train_on("imitation")
-    agent, plasticity = (reasoning.agent.data, reasoning.plasticity.data)
-    if agent and plasticity and agent.held_out != plasticity.held_out and used["agent"][2] and used["plasticity"][2]:
-        raise ConfigError(
-            f"reasoning.plasticity.data.held_out={plasticity.held_out} and reasoning.agent.data.held_out="
-            f"{agent.held_out} differ, so one phase could train on what the other holds out; set both to the same share"
-        )
+    if used["agent"][2] and used["plasticity"][2]:
+        _check_held_out(reasoning.agent.data, reasoning.plasticity.data)
     for name, (section, others, trained) in used.items():
         lengths = {section.chunks, *others, *reasoning.evaluation.chunks}
         if isinstance(section, EpisodesOfDocuments) and section.data is not None:  # they have the length they have
@@ -86,6 +82,22 @@ def check_episodes(config: Config, tokenizer: TextTokenizer | None = None) -> No
                 _check_one(config, section, chunks, tokenizer, demonstrated=demonstrated and name == "agent")
             except ConfigError as error:
                 raise ConfigError(f"reasoning.{name}, an episode of {chunks} chunks: {error}") from error
+
+
+def _check_held_out(agent: QuestionFiles | None, plasticity: QuestionFiles | None) -> None:
+    """Raises ConfigError if a document is held out by one section and trained on by the other."""
+    if agent is None or plasticity is None or agent.held_out == plasticity.held_out:
+        return
+    (agents, agents_held), (others, others_held) = (
+        [{same_text(document.context) for document in part} for part in read_questions(files)]
+        for files in (agent, plasticity)
+    )
+    if shared := len(agents & others_held) + len(others & agents_held):
+        raise ConfigError(
+            f"reasoning.agent.data.held_out={agent.held_out} and reasoning.plasticity.data.held_out="
+            f"{plasticity.held_out}: {shared:,} documents are trained on by one and held out by the other; set both to"
+            " the same share"
+        )
 
 
 def _check_one(

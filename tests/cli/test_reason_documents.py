@@ -183,11 +183,16 @@ def test_eval_asks_by_every_mechanism(finished: Path, inside: Path, capfd: pytes
     assert "whole text" not in out
     assert main([*command, "--mechanisms", "memories"]) == 2
     assert "this model has no 'memories'; it has memory, last chunk" in capfd.readouterr().err
-    for task, said in (("qa1,qa9", "there is no task 'qa9'"), ("qa1,jsonl:", "--tasks jsonl: names no file")):
-        assert main(["reason", "eval", "--model", str(finished), "--tasks", task]) == 2
+    for task, said in (
+        ("qa1,qa9", "there is no task 'qa9'"),
+        ("qa1,jsonl:", "--tasks jsonl: names no file"),
+        ("qa1,multi_step_arithmetic", "'multi_step_arithmetic' has no text before its question"),
+    ):
+        command = ["reason", "eval", "--model", str(finished), "--tasks", task, "--lengths", "256", "--count", "2"]
+        assert main(command) == 2
         captured = capfd.readouterr()
         assert said in captured.err
-        assert "2 questions" not in captured.out + captured.err, "a task was evaluated before the names were checked"
+        assert ": 2 questions" not in captured.out + captured.err, "a task was evaluated before the names were checked"
     spaced = inside / "spaced.jsonl"  # the same documents with other white space
     spaced.write_text((inside / "questions.jsonl").read_text().replace(". ", ".  "))
     command = ["reason", "eval", "--model", str(finished), "--tasks", f"jsonl:{spaced}", "--count", "1", "--json"]

@@ -18,6 +18,7 @@ OWN = "phases.plasticity.train=own"
         ([OWN, "plastic_lora.rwkv7=[]"], "phases.plasticity.train", "all: reasoning.plastic_lora has no adapters"),
         (["phases.acceptance.train=all"], "phases.acceptance.steps", "0 with train: all"),
         (["controller.enabled=false"], "phases.acceptance.steps", "0 without reasoning.controller.enabled and"),
+        (["plastic_lora.rwkv7=[]"], "phases.acceptance.steps", "0 without reasoning.controller.enabled and adapters"),
         (
             ["phases.policy.steps=1", "rl.horizon=3"],
             "rl.horizon",
@@ -27,6 +28,16 @@ OWN = "phases.plasticity.train=own"
         (["operations.chunks=9", "rl.horizon=9"], "rl.horizon", "at least 10, the chunks"),
         (["memory.tokens=8", "memory.heads=3"], "memory.heads", "a divisor of reasoning.memory.tokens=8"),
         (["memory.max_tokens=16"], "memory.max_tokens", "at least reasoning.chunk=32, which is an episode"),
+        (
+            [
+                "memory.max_tokens=16",
+                "phases.operations.steps=0",
+                "phases.operations_imitation.steps=0",
+                "phases.plasticity.replay=[operations_imitation]",
+            ],
+            "memory.max_tokens",
+            "at least reasoning.chunk=32, which is an episode",
+        ),
     ],
 )
 def test_what_a_phase_cannot_use_is_refused(overrides: list[str], key: str, allowed: str) -> None:

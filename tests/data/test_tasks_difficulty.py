@@ -281,7 +281,9 @@ def test_a_passage_is_at_most_one_sentence_too_long(number: int, characters: int
 
 @pytest.mark.parametrize("task", ["poisoned_recall", "chunk_recall", "chunk_hops"])
 def test_a_chunk_is_a_paragraph_among_lines_of_code(task: str) -> None:
-    """In poisoned_recall the last sentence of a paragraph is about all of it."""
+    """In poisoned_recall the last sentence of a paragraph is about all of it. In a chunk a line stays a line."""
     filler = Filler(["\n".join(f"part {number} = item" for number in range(1000))])
     text = make_example(task, 1, 0, 3000, filler=filler).prompt.partition("\nQuestion: ")[0]
-    assert text.split("\n") == [chunk for chunk in episode(task, 1, 0, 3000, filler=filler).chunks if chunk]
+    chunks = [chunk for chunk in episode(task, 1, 0, 3000, filler=filler).chunks if chunk]
+    assert text.split("\n") == [chunk.replace("\n", " ") for chunk in chunks]
+    assert {line for chunk in chunks for line in chunk.split("\n") if line.startswith("part")} <= {*filler.sentences}

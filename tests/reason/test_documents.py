@@ -262,8 +262,13 @@ def test_phases_hold_the_same_documents_out(write: Write, tokenizer: TextTokeniz
         for section, share in (("agent", 0.3), ("plasticity", 0.1))
     ]
     used = ["reasoning.phases.imitation.steps=1", "reasoning.phases.acceptance.steps=0"]
-    with pytest.raises(ConfigError, match=r"held_out=0.1 and reasoning.agent.data.held_out=0.3 differ"):
+    with pytest.raises(ConfigError, match=r"held_out=0.1: \d+ documents are trained on by one and held out"):
         check_episodes(Config.from_yaml("configs/cdrmix-reason-tiny.yaml", [*overrides, *used]), tokenizer)
+    other = write(
+        *(row_of(number, context=f"Elsewhere. {row_of(number)['context']}") for number in range(40)), name="b.jsonl"
+    )
+    apart = [overrides[0], overrides[1].replace(str(path), str(other))]
+    check_episodes(Config.from_yaml("configs/cdrmix-reason-tiny.yaml", [*apart, *used]), tokenizer)
     same = [each.replace("0.1", "0.3") for each in overrides]
     check_episodes(Config.from_yaml("configs/cdrmix-reason-tiny.yaml", [*same, *used]), tokenizer)
 

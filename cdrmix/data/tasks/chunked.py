@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, task
 from cdrmix.data.tasks.recall import ChunkRecall
-from cdrmix.data.tasks.rng import Rng
+from cdrmix.data.tasks.rng import Rng, joined, paragraphs
 from cdrmix.errors import ConfigError
 
 LIE = "None of this is true."  # the last sentence of a chunk with false facts
@@ -50,7 +50,7 @@ def poisoned_episode(rng: Rng, difficulty: Poisoned) -> Episode:
             told = [f"The code of {fact.key} is {fact.value}." for fact in facts if fact.chunk == chunk]
         length = difficulty.characters // difficulty.chunks - 1 - (len(LIE) + 1 if chunk in bad else 0)
         text = rng.among_filler(told, length)
-        chunks.append(f"{text} {LIE}".lstrip() if chunk in bad else text)
+        chunks.append(joined([*filter(None, [text]), LIE]) if chunk in bad else text)
     answer = ", ".join(fact.value for fact in asked)
     return Episode(question, tuple(chunks), answer, facts, asked, bad, (LIE, "The code of "))
 
@@ -59,8 +59,7 @@ def poisoned_episode(rng: Rng, difficulty: Poisoned) -> Episode:
 def poisoned_recall(rng: Rng, difficulty: Poisoned) -> Example:
     """The same episode as one text, with one paragraph per chunk. The last sentence of a paragraph decides."""
     made = poisoned_episode(rng, difficulty)
-    paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
-    return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")
+    return Example(f"{paragraphs(made.chunks)}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")
 
 
 @dataclass(frozen=True)
@@ -96,5 +95,4 @@ def hops_episode(rng: Rng, difficulty: ChunkHops) -> Episode:
 def chunk_hops(rng: Rng, difficulty: ChunkHops) -> Example:
     """The same episode as one text, a chunk a paragraph."""
     made = hops_episode(rng, difficulty)
-    paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
-    return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")
+    return Example(f"{paragraphs(made.chunks)}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")

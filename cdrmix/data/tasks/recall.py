@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cdrmix.data.tasks.example import ANSWER, Episode, Example, Fact, Length, listed, task
-from cdrmix.data.tasks.rng import Rng
+from cdrmix.data.tasks.rng import Rng, paragraphs
 from cdrmix.errors import ConfigError
 
 
@@ -76,5 +76,4 @@ def chunk_episode(rng: Rng, difficulty: ChunkRecall) -> Episode:
 def chunk_recall(rng: Rng, difficulty: ChunkRecall) -> Example:
     """The same episode as one text, with one paragraph per chunk."""
     made = chunk_episode(rng, difficulty)
-    paragraphs = "\n".join(chunk for chunk in made.chunks if chunk)
-    return Example(f"{paragraphs}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")
+    return Example(f"{paragraphs(made.chunks)}\nQuestion: {made.question}\n{ANSWER}", "", f" {made.answer}")

@@ -96,6 +96,11 @@ def joined(sentences: Iterable[str]) -> str:
     return "".join(f"{text} " if text.endswith(SENTENCE_ENDS) else f"{text}\n" for text in sentences)[:-1]
 
 
+def paragraphs(chunks: Iterable[str]) -> str:
+    """Chunks as one text, each a paragraph: a line, without the line breaks in it."""
+    return "\n".join(chunk.replace("\n", " ") for chunk in chunks if chunk)
+
+
 class Rng:
     """Random choices that depend on the seed, the task and the number of the example, in every version of Python.
 
