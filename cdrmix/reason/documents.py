@@ -350,13 +350,14 @@ class TaskDocuments(DocumentEpisodes):
 
         def length_of(example: Example) -> int:
             """Tokens with those that fill the chunks before the last."""
-            bounds = self._bounds(self.tokenizer.encode(example.prompt.rpartition(QUESTION)[0]))
+            context, asked, _ = example.prompt.rpartition(QUESTION)
+            if not asked:  # its length would never be that of the chunks
+                raise ConfigError(f"tasks: {task!r} has no text before its question")
+            bounds = self._bounds(self.tokenizer.encode(context))
             return max(1, self.chunk * (len(bounds) - 2) + bounds[-1] - bounds[max(0, len(bounds) - 2)])
 
         made, _, _ = of_length(make, length_of, chunks * self.chunk)
         context, _, rest = made.prompt.rpartition(QUESTION)
-        if not context:
-            raise ConfigError(f"tasks: {task!r} has no text before its question")
         question = rest.removesuffix(f"\n{ANSWER}")
         answers = (made.answer.strip(),)
         row = {"task": task, "number": number, "question": question, "answers": list(answers)}
