@@ -170,41 +170,51 @@ def _sources(
         difficulty = section.difficulty if name == section.task and section.data is None else {}
         return section.model_copy(update={"task": name, "data": None, "difficulty": difficulty, "seed": seed, **widths})
 
-    def generated(name: str) -> TaskDocuments:
-        return TaskDocuments(of_task(name), chunk, tokenizer)
-
-    asked: list[tuple[str, list[Document] | None]] = []
-    if tasks is None and section.data is not None:
-        name = f"{FILES}{','.join(section.data.paths)}"
-        asked.append((name, _not_trained_on(read_documents(section.data), reasoning, name, say)))
-    for name in (section.task,) * (section.data is None) if tasks is None else tasks:
-        if name == FILES:
-            raise ConfigError(f"--tasks {FILES} names no file; give {FILES}FILE")
-        if name.startswith(FILES):
-            fields = section.data.model_dump(exclude={"paths"}) if section.data is not None else {"kind": "jsonl"}
-            files = QuestionFiles(**fields | {"paths": [name.removeprefix(FILES)]})
-            asked.append((name, _not_trained_on(read_documents(files), reasoning, name, say)))
-        else:
-            asked += [(task, None) for task in tasks_named(name)]
-    for name, documents in asked:
-        if documents is None:
-            generated(name).document(FIRST_HELD_OUT, -(-min(lengths) // chunk))  # raises for a task without a question
+    def made(name: str, length: int, count: int) -> list[Document]:
+        source = TaskDocuments(of_task(name), chunk, tokenizer)
+        return [source.document(FIRST_HELD_OUT + number, -(-length // chunk)) for number in range(count)]
 
     def given(name: str, documents: list[Document], section: EpisodesOfDocuments) -> GivenDocuments:
-        made = GivenDocuments(documents, section, chunk, tokenizer)
-        for part, width in (("question", made.question), ("answer", made.answer)):
+        source = GivenDocuments(documents, section, chunk, tokenizer)
+        for part, width in (("question", source.question), ("answer", source.answer)):
             if width > widths[f"{part}_tokens"]:
                 say(f"{name}: the windows have {width} tokens for the {part}, in training {widths[f'{part}_tokens']}")
-        return made
+        return source
 
+    asked = _asked(tasks, section, reasoning, say)
+    for name, documents in asked:
+        if documents is None:
+            made(name, min(lengths), 1)  # raises for a task without a question
     for name, documents in asked:
         if documents is not None:
             yield name, None, given(name, documents[:count], section.model_copy(update=widths))
             continue
         for length in lengths:
-            source = generated(name)
-            held_out = [source.document(FIRST_HELD_OUT + each, -(-length // chunk)) for each in range(count)]
-            yield name, length, given(name, held_out, of_task(name))
+            yield name, length, given(name, made(name, length, count), of_task(name))
+
+
+def _asked(
+    tasks: Sequence[str] | None, section: EpisodesOfDocuments, reasoning: Reasoning, say: Callable[[str], None]
+) -> list[tuple[str, list[Document] | None]]:
+    """The names of tasks, and of files with their documents that were not trained on."""
+
+    def documents_of(name: str, files: QuestionFiles) -> tuple[str, list[Document]]:
+        return name, _not_trained_on(read_documents(files), reasoning, name, say)
+
+    if tasks is None:
+        if section.data is None:
+            return [(section.task, None)]
+        return [documents_of(f"{FILES}{','.join(section.data.paths)}", section.data)]
+    asked: list[tuple[str, list[Document] | None]] = []
+    for name in tasks:
+        if name == FILES:
+            raise ConfigError(f"--tasks {FILES} names no file; give {FILES}FILE")
+        if name.startswith(FILES):
+            fields = section.data.model_dump(exclude={"paths"}) if section.data is not None else {"kind": "jsonl"}
+            asked.append(documents_of(name, QuestionFiles(**fields | {"paths": [name.removeprefix(FILES)]})))
+        else:
+            asked += [(task, None) for task in tasks_named(name)]
+    return asked
 
 
 def _not_trained_on(
