@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +18,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.model import compiled
 from cdrmix.reason.experiments import ablation, token_memory
 from cdrmix.reason.experiments.table import check, estimate, judge, student_quantile, verdict_line
+from cdrmix.reason.experiments.trial import Trial
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs" / "ablations").glob("*.yaml"))
@@ -347,3 +348,19 @@ def test_an_arm_that_is_killed_in_any_phase_goes_on(tmp_path: Path) -> None:
     assert "policy: continues after step 1" in said
     assert [line.split(":")[0] for line in said if ", step " in line] == ["policy, step 2", "policy, step 3"]
     assert not [*(tmp_path / "killed" / ablation.UNFINISHED).iterdir()]
+
+
+def test_arms_share_an_imitation_only_if_they_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three arms the first two share it; the third has another bound on the gradients."""
+    monkeypatch.setattr(token_memory, "_IMITATED", {})
+    trained: list[float] = []
+
+    class Counted:
+        def train_phase(self, name: str, config: Config, *_: object) -> None:
+            assert name == "imitation"
+            trained.append(config.train.gradient_clip)
+
+    for override in ("reasoning.phases.policy.steps=0", "reasoning.phases.policy.steps=5", "train.gradient_clip=0.125"):
+        token_memory._imitated(Config.from_yaml(HARDER, [*SHORT, override]), None, cast(Trial, Counted()))
+    assert len(trained) == 2
+    assert trained[1] == 0.125
