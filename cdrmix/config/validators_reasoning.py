@@ -78,8 +78,8 @@ def _acceptance(
     return None
 
 
-def _horizon(horizon: int, steps: int, chunks: int, others: int | None = None) -> str | None:
-    needed = (others or chunks) + 1
+def _horizon(horizon: int, steps: int, chunks: int, of_phase: int | None = None) -> str | None:
+    needed = (of_phase or chunks) + 1
     return f"at least {needed}, the chunks of an episode and its answer" if steps and horizon < needed else None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cdrmix.data.tasks import TASKS, episode
 from cdrmix.data.tasks.example import listed
+from cdrmix.data.tasks.rng import joined
 from cdrmix.errors import ConfigError
 from cdrmix.inference.load import Loaded
 from cdrmix.reason.documents import DocumentEpisodes
@@ -111,7 +112,7 @@ def generated(loaded: Loaded, chunks: int, number: int) -> tuple[str, str, str]:
     level = TASKS[section.task].standard.changed({**section.difficulty, "chunks": chunks, "characters": characters})
     wanted = FIRST_HELD_OUT + number - 1
     made = episode(section.task, section.seed, wanted, level, filler=filler_for(wanted, fillers_of(section.filler)))
-    return " ".join(made.chunks), made.question, made.answer
+    return joined(made.chunks), made.question, made.answer
 
 
 def _text_of(path: Path) -> str:

@@ -19,7 +19,7 @@ from cdrmix.reason.question_files import check_demonstrated, read_questions, sam
 from cdrmix.reason.rl.rewards import check_reward
 
 SAMPLE = 16  # documents of a generated task that are made, and whose memories are measured
-LONG = 64  # chunks of all documents of a length that are made, and as many of the evaluation
+SAMPLE_CHUNKS = 64  # chunks that these have together, at most where there are several
 
 
 def source_of(section: EpisodesOfTask, chunk: int, tokenizer: TextTokenizer | None = None) -> EpisodeSource:
@@ -129,7 +129,7 @@ def _check_one(
         if memories_BNM is not None:
             check_memories(memories_BNM, source.pad, config.reasoning.memory.tokens, config.reasoning.memory.heads)
         return
-    sample = max(1, min(SAMPLE, LONG // chunks))  # one alone of long documents, which take long to make
+    sample = max(1, min(SAMPLE, SAMPLE_CHUNKS // chunks))  # long documents take long to make
     episodes = source.batch([*range(sample), *range(FIRST_HELD_OUT, FIRST_HELD_OUT + sample)], chunks)
     memories_BNM = source.memories(range(SAMPLE), chunks) if demonstrated else None
     if memories_BNM is not None:
