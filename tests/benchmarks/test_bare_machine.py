@@ -106,6 +106,7 @@ def test_all_gpu_tests_are_collected(python: Path) -> None:
     assert "needs cdrmix" not in done.stdout
 
 
+@pytest.mark.long
 def test_the_trainer_runs_with_what_is_carried(python_with_wheels: Path) -> None:
     """The test that a GPU runs in bfloat16, on the CPU: the engine under every ZeRO stage."""
     found = run(python_with_wheels, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")

@@ -76,7 +76,7 @@ def test_a_cell_is_run_once_and_written_to_the_page(
         # one document a row
         pytest.param("lfm2", "resume", "bit for bit", marks=pytest.mark.slow),
         # ZeRO-3 shards weights that other modules read
-        pytest.param("nemotron_h", "zero", "0-3 (0, ", marks=pytest.mark.slow),
+        pytest.param("nemotron_h", "zero", "0-3 (0, ", marks=pytest.mark.long),
         # ZeRO-3 reduces gradients of experts in backward hooks
         pytest.param("qwen3_moe", "zero", "0-3 (0, ", marks=pytest.mark.slow),
         # products of odd numbers of rows

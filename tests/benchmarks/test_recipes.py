@@ -78,7 +78,7 @@ def test_a_comparison_from_its_file_to_its_table(file: Path, tmp_path: Path) -> 
         assert sorted((row["name"], row["seed"]) for row in made) == [("plain", seed) for seed in seeds]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_fails_loses_no_other(file: Path, tmp_path: Path) -> None:
     """A rate at which the loss is soon not finite ends its run; the other one is in the file, and is not repeated."""
     settings = yaml.safe_load(file.read_text())

@@ -102,7 +102,7 @@ def test_modes_fail_where_the_engine_has_other_gradients(tmp_path: Path, monkeyp
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_pass_in_every_mode(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

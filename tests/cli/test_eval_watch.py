@@ -200,7 +200,7 @@ def test_no_key_of_the_section_changes_the_hash(tiny: Path) -> None:
     assert Config.from_yaml(tiny, ["evaluation.suites=[code]", "evaluation.samples=3"]).hash() == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_failures_are_rows(run: Path, start: Callable[..., Forked]) -> None:
     watch = start("eval", "watch", str(run), "--once", "--suite", "killed,broken")
     watch.wait(SECONDS)

@@ -36,7 +36,7 @@ def can_mount() -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     not can_mount(),
     reason="needs namespaces of users and mounts, of Linux",

@@ -66,11 +66,8 @@ def straight(arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> 
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.long) if "to stages" in name else name for name in MOVES],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", MOVES)
 def test_a_run_goes_on_in_other_layouts(arguments: Arguments, tmp_path: Path, straight: Path, name: str) -> None:
     moves, told = MOVES[name]
     run = tmp_path / straight.name
@@ -94,7 +91,7 @@ def test_a_run_goes_on_in_other_layouts(arguments: Arguments, tmp_path: Path, st
             assert other["valid_bits_per_byte"] == pytest.approx(row["valid_bits_per_byte"], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_that_divide_layers_draw_the_same_numbers(arguments: Arguments, tmp_path: Path) -> None:
     """The noise of routers, also where a run of one process or of undivided layers goes on with divided ones."""
     settings = (*SETTINGS, "model.feed_forward.router_jitter=0.3", f"run.root={tmp_path}")

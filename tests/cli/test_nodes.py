@@ -61,7 +61,7 @@ def last_step(run: Path) -> int:
     return int(list_checkpoints(run / "checkpoints")[-1].name.removeprefix("step-"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_machines_train_as_one_with_two_processes(arguments: Arguments, tmp_path: Path) -> None:
     with launched(arguments(f"run.root={tmp_path / 'two'}")) as launchers:
         assert [status for status, _ in ends(launchers)] == [0, 0]

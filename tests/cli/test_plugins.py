@@ -134,7 +134,7 @@ def cdrmix(environment: dict[str, str], *options: str) -> subprocess.CompletedPr
     return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_uses_the_entries_of_a_plugin(
     tmp_path: Path, arguments: Callable[..., list[str]], install_plugin: Callable[..., dict[str, str]]
 ) -> None:

@@ -109,7 +109,7 @@ def test_stage_b_begins_with_public_weights(
     assert "reasoning.plastic_lora: the model has fast weights" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stage_a_goes_on_from_public_weights_and_gives_them_back(weights: Path, toy_text: Path, tmp_path: Path) -> None:
     config = written(tmp_path, toy_text, RUN)
     # by hand and as a folder: the same weights, so the same run
@@ -135,7 +135,7 @@ def test_stage_a_goes_on_from_public_weights_and_gives_them_back(weights: Path, 
     assert (ours - whole).abs().max() / whole.abs().max() < 2e-5, "as in tests/hf/test_import_rwkv.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stage_b_takes_the_model_from_an_imported_folder(weights: Path, toy_text: Path, tmp_path: Path) -> None:
     """Its configuration is a base, so that no size is written."""
     folder = tmp_path / "imported"
@@ -202,7 +202,7 @@ def test_what_a_file_of_weights_needs(
     assert "missing tensors: blocks.1.ln1.weight" in error
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_with_tied_embeddings_takes_a_file_whose_head_is_the_embedding(
     weights: Path, toy_text: Path, tmp_path: Path
 ) -> None:

@@ -161,7 +161,7 @@ def test_a_reward_is_checked_before_training(
     assert "nothing is at 'nowhere.jsonl'" in capfd.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_eval_asks_by_every_mechanism(finished: Path, inside: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tasks = f"qa1,jsonl:{inside}/questions.jsonl"
     command = ["reason", "eval", "--model", str(finished), "--tasks", tasks, "--lengths", "256", "--count", "2"]

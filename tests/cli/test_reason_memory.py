@@ -195,6 +195,7 @@ def test_a_question_that_the_operations_cannot_read_is_refused_first(
         assert ("written x1" in captured.out) == (code == 0), "the question is checked before the document is read"
 
 
+@pytest.mark.slow
 def test_a_session_belongs_to_one_model(
     model: Path, book: Path, tmp_path: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,10 +29,8 @@ LONG = ("train.steps=200", "train.checkpoint_every=5", "train.evaluate_every=200
 ASYNC = "train.async_checkpoints=true"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "setting"), [(1, "run.threads=1"), pytest.param(2, ASYNC, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("processes", "setting"), [(1, "run.threads=1"), (2, ASYNC)])
 def test_a_killed_process(
     arguments: Arguments,
     tmp_path: Path,

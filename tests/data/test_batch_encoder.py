@@ -104,7 +104,7 @@ def around(codes: range, neighbours: Sequence[str]) -> str:
     return "".join(f"{before}{chr(code)}{before}" for code in codes for before in neighbours)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @every_kind
 def test_every_character_with_neighbours(kind: str) -> None:
     """All code points but surrogates, next to a letter; those below 0x20000 and of plane 14 also next to one another, a
@@ -118,7 +118,7 @@ def test_every_character_with_neighbours(kind: str) -> None:
 
 
 def test_every_assigned_block_of_characters() -> None:
-    """Of the project's own pattern, as in the slow test: the planes with letters, digits, marks and emoji."""
+    """Of the project's own pattern, as in the long test: the planes with letters, digits, marks and emoji."""
     codes = [code for code in range(0x20000) if not 0xD800 <= code < 0xE000]
     check("trained", [around(range(code, code + 0x200), ["a", "1 "]) for code in codes[::0x200]])
 

@@ -318,15 +318,10 @@ def final_adapters(root: Path) -> dict[str, Tensor]:
     return read_weights(run / "checkpoints" / "step-00000004")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("architecture", "stage", "quantize"),
-    [
-        pytest.param("llama", 1, None, marks=pytest.mark.long),
-        ("llama", 2, "nf4"),
-        pytest.param("llama", 3, None, marks=pytest.mark.long),
-        ("nemotron_h", 3, None),
-    ],
+    [("llama", 1, None), ("llama", 2, "nf4"), ("llama", 3, None), ("nemotron_h", 3, None)],
 )
 def test_two_processes_train_the_same_adapters_and_continue_after_a_kill(
     architecture: str, stage: int, quantize: str | None, bases: dict[str, Path], tmp_path: Path

@@ -205,7 +205,7 @@ def test_documents_in_groups_of_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     assert_near(case.found("cuda"), case.exact(), BARS["triton"])
 
 
-@slow_interpreter
+@on("cpu", "reference", pytest.param("triton", marks=pytest.mark.long), GPU)
 @settings(max_examples=5)
 @given(case=cases(widest=64))  # each takes three passes and their gradients
 def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, case: Case) -> None:

@@ -470,7 +470,7 @@ def test_facts_survive_json_and_their_digest_tells_them_apart() -> None:
         Facts.from_json({"rows": []})
 
 
-@pytest.mark.slow  # 1,000 runs
+@pytest.mark.long  # 1,000 runs
 def test_of_simulated_good_runs_few_are_stopped() -> None:
     """Fewer than 6 % of 1,000 runs whose true figures are good are stopped by any gate, failed or undecided."""
     rng = np.random.default_rng(3)

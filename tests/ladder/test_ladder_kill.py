@@ -54,7 +54,7 @@ print(json.dumps({"alone": alone, "kills": lines, "end": end}))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_twenty_kills(climbed: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", NURSERY, str(climbed), str(tmp_path), str(KILLS)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)

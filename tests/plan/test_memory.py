@@ -78,7 +78,11 @@ IMITATION = ["reasoning.phases.imitation.steps=2", "reasoning.phases.imitation.w
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "overrides"),
-    [("plasticity", []), ("imitation", IMITATION), ("policy", [*LONG, *POLICY, *UPDATE])],
+    [
+        ("plasticity", []),
+        ("imitation", IMITATION),
+        pytest.param("policy", [*LONG, *POLICY, *UPDATE], marks=pytest.mark.long),
+    ],
 )
 def test_the_estimate_of_an_update_is_within_a_tenth_of_the_measured_peak(phase: str, overrides: list[str]) -> None:
     keys = [*IDS, *overrides]
@@ -327,7 +331,11 @@ def test_offloaded_state_is_in_main_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name.endswith("-1b") else pytest.mark.slow) for name in RELEASED]
+    "name",
+    [
+        pytest.param(name, marks={"1b": (), "200b": pytest.mark.long}.get(name.rsplit("-", 1)[-1], pytest.mark.slow))
+        for name in RELEASED
+    ],
 )
 def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str) -> None:
     config = config_of(name)
@@ -365,7 +373,7 @@ def test_a_refusal_names_what_would_fit_and_that_does_fit() -> None:
         assert fit(config_of("base/tiny", "train.batch_rows=64", *overrides), small, 1).fits
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
     config = config_of("cdrmix-core-1b", "model.layers=4", "train.zero_stage=auto", "train.batch_rows=64")
     at_four = memory_of(config, "cuda", 4).total

@@ -321,7 +321,7 @@ def test_answers_are_trained_beside_demonstrations(tmp_path: Path) -> None:
     assert "imitation/loss" in trained
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_arm_that_is_killed_in_any_phase_goes_on(tmp_path: Path) -> None:
     """It has the measurements of an arm that is not, to the bit, and makes no step again that a checkpoint has."""
     said: list[str] = []

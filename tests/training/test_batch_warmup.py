@@ -134,7 +134,7 @@ def test_a_phase_of_stage_b_has_no_batch_warm_up(make_config: Callable[..., Conf
     assert (train.batch_rows, train.micro_batch_rows, train.batch_sizes.at(0)) == (8, 1, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_processes_and_zero_stages_train_alike(work, tmp_path: Path, shards: ShardSet) -> None:
     """One, two and four processes read the same rows, and every ZeRO stage gives the weights of one process."""
     overrides = ("train.micro_batch_rows=1", *WARMUP, *SMALL)

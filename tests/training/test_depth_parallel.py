@@ -42,7 +42,7 @@ TRAINED = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_train_as_one(work, tmp_path: Path) -> None:
     """Also where one of them keeps no token; the thresholds are saved, and a resumed run has the same bits."""
     where = tmp_path / "told.json"

@@ -141,7 +141,7 @@ def check_equal(found: Trained, expected: Trained) -> None:
                 assert mine["measures"][key] == pytest.approx(measures[key], rel=TOLERANCE), (other["phase"], key)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_sharded_model_rolls_out_as_a_copy_does(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every phase, bit for bit; and processes with fewer passes go along with the others.
 
@@ -160,7 +160,7 @@ def test_the_sharded_model_rolls_out_as_a_copy_does(train: Train, monkeypatch: p
     assert sum(each["one token"] for each in sharded.passes) > sum(each["one token"] for each in copied.passes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("phase", "stages"), [("operations_imitation", (0, 1, 2, 3)), ("operations", (2, 3))])
 def test_windows_in_separate_passes_are_trained_as_together(train: Train, phase: str, stages: tuple[int, ...]) -> None:
     """Processes have different numbers of passes, and the gradients of several micro-batches and of text are added."""
@@ -193,7 +193,7 @@ def separate_keys(phase: str) -> tuple[tuple[str, ...], str]:
     return keys, f"{section}.window_passes=separate"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_passes_of_other_kinds_give_their_gradients_in_the_same_order(train: Train) -> None:
     """In processes of which some have summaries in front of their windows and some not; and in a joint step also where
     some have windows of several chunks of fast weights and some not."""
@@ -214,7 +214,7 @@ def test_passes_of_other_kinds_give_their_gradients_in_the_same_order(train: Tra
             check_equal(found, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_divided_experts_roll_out_as_whole_ones(train: Train) -> None:
     whole = train("whole", "train.zero_stage=0", *ONCE)
     check_equal(train("sharded", "train.zero_stage=3", *ONCE), whole)

@@ -12,7 +12,7 @@ FILE = Path(__file__).parents[3] / "configs" / "ablations" / "delta-recall.yaml"
 
 
 @pytest.mark.gate
-@pytest.mark.slow
+@pytest.mark.long
 def test_delta_fast_weights_remember_and_nothing_else_does(tmp_path: Path) -> None:
     """In a quarter more steps, since one seed of twelve had learned nothing by 300 and all by 400. Chance is 1/64.
 
