@@ -63,7 +63,7 @@ def test_names_of_something_else_suggest_nothing(name: str) -> None:
     assert nearest(name, KEYS) is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_words_that_no_one_meant_as_a_key_suggest_almost_nothing() -> None:
     """By a ratio of common letters of 0.6, half of all words were near one of some 200 keys.
 

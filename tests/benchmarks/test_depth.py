@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_row_has_a_figure_for_every_capacity() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "depth.py"
     done = subprocess.run(

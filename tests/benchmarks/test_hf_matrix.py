@@ -78,9 +78,9 @@ def test_a_cell_is_run_once_and_written_to_the_page(
         # ZeRO-3 shards weights that other modules read
         pytest.param("nemotron_h", "zero", "0-3 (0, ", marks=pytest.mark.long),
         # ZeRO-3 reduces gradients of experts in backward hooks
-        pytest.param("qwen3_moe", "zero", "0-3 (0, ", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "zero", "0-3 (0, ", marks=pytest.mark.long),
         # products of odd numbers of rows
-        pytest.param("lfm2", "zero", "0-3 (0, ", marks=pytest.mark.slow),
+        pytest.param("lfm2", "zero", "0-3 (0, ", marks=pytest.mark.long),
     ],
 )
 def test_tiny_models_train(tmp_path: Path, architecture: str, column: str, verdict: str) -> None:

@@ -44,7 +44,7 @@ def test_it_counts_the_products_of_the_formula(tmp_path: Path) -> None:
     assert row["bytes"] == sum(cost["bytes"] for cost in row["parts"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_gpu_reads_less_where_activations_are_fewer(tmp_path: Path) -> None:
     whole, half = modelled(tmp_path), modelled(tmp_path, "train.micro_batch_rows=8")
     assert half["tokens"] == whole["tokens"] // 2

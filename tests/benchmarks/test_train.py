@@ -94,7 +94,7 @@ def test_a_toy_on_a_cpu_from_the_command_line_to_its_row(tmp_path: Path) -> None
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_flags_reach_the_training_and_the_mathematics_stays(tmp_path: Path) -> None:
     plain = measure("--json", "--no-profile")
     other = measure("--json", "--no-profile", "--checkpointing", "--no-determinism", CDRMIX_BACKEND="reference")
@@ -106,7 +106,7 @@ def test_flags_reach_the_training_and_the_mathematics_stays(tmp_path: Path) -> N
         assert other["figures"][loss] == pytest.approx(plain["figures"][loss], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_does_not_fit_is_refused_before_it_is_built() -> None:
     """Experts of terabytes: to build them would end the process in another way, and takes minutes where it does not."""
     command = [sys.executable, BENCHMARKS / "train_gpu.py", *TOY, f"model.feed_forward.hidden={2**32}"]

@@ -69,7 +69,7 @@ def test_a_wrong_gradient_fails(failed: Callable[[], list[str]], monkeypatch: py
     assert failed() == ["kernels against float64", "engine against PyTorch"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_that_differs_and_a_damage_that_is_not_noticed_fail(
     failed: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

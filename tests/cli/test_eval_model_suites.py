@@ -174,7 +174,7 @@ def test_leak_of_a_model_that_has_learned_nothing(
     assert "the text was named by --config or an override" in notes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_leak_of_a_model_that_knows_its_text_by_heart(
     memorised: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,7 +73,7 @@ Engine.forward = limited
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_out_of_memory_continues_with_fewer_rows(
     arguments: Arguments, install_plugin: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:

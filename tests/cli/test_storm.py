@@ -1,6 +1,6 @@
 """Runs of one, two and four processes, killed at random moments and resumed, end with the files of undisturbed ones.
 
-`make storm` makes sixty of them, `make test-all` six, continuous integration two.
+`make storm` makes sixty of them, `make test-all` six. Kills of one run are in test_kill.py.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def wait_for(root: Path, pattern: str, launcher: subprocess.Popen[bytes]) -> boo
     return False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.long) if n > 1 else n for n in range(STORMS)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(STORMS))
 def test_a_storm(
     arguments: Arguments,
     undisturbed: Callable[[int], dict[str, bytes]],

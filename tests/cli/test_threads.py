@@ -30,12 +30,12 @@ ODD = (
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param((*WIDE, "model.mixer_layers={}"), marks=pytest.mark.slow),
+        pytest.param((*WIDE, "model.mixer_layers={}"), marks=pytest.mark.long),
         pytest.param((*WIDE, "model.mixer_layers={mamba2: [0, 2]}"), marks=pytest.mark.slow),
-        pytest.param(ODD, marks=pytest.mark.slow),
+        pytest.param(ODD, marks=pytest.mark.long),
         pytest.param(
             (*ODD, "model.mixer_layers={mamba2: [0]}", "model.mamba={d_state: 12, head_dim: 24}"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["core", "hybrid", "odd", "odd hybrid"],

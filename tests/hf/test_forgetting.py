@@ -15,7 +15,7 @@ replay: Any = importlib.import_module("trainer_replay")
 sys.path.remove(str(BENCHMARKS))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_five_percent_of_the_old_text_halves_what_is_forgotten(tmp_path: Path) -> None:
     """The configurations of cpt-tiny with fewer steps; benchmarks/trainer_replay.py has all steps and five seeds.
 

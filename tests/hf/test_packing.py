@@ -293,7 +293,7 @@ def test_the_time_steps_keep_their_limits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
 def test_isolation_is_tested_through_the_module_of_an_engine(stage: int) -> None:
     """In a process of its own, for DeepSpeed keeps state. A threshold of 0 shards every weight of the tiny model."""
     code = f"""

@@ -127,7 +127,7 @@ def rows_of_chunks(rank: int, starts: list[int], device: str) -> None:
 
 # Rank 12: two heads of values; 70: three, and five programs for the states. Documents that begin with a chunk, inside
 # of one, twice in one and in the part of a chunk at the end; none.
-ROWS = [(12, []), (12, [3, 8, 17, 19, 26]), pytest.param(70, [8], marks=pytest.mark.slow)]
+ROWS = [(12, []), (12, [3, 8, 17, 19, 26]), pytest.param(70, [8], marks=pytest.mark.long)]
 
 
 @interpreted

@@ -33,9 +33,9 @@ def on(*devices: object) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("where", devices, indirect=True, scope="module")
 
 
-# The interpreter takes a second for each chunk and head: where examples are searched or rows are long it is slow, and
-# test_wkv7_triton.py has the cases of the quick tier, chosen at the edges.
-slow_interpreter = on("cpu", "reference", pytest.param("triton", marks=pytest.mark.slow), GPU)
+# The interpreter takes a second for each chunk and head: where examples are searched or rows are long it takes minutes.
+# test_wkv7_triton.py has the cases of the quick tests, chosen at the edges.
+long_interpreter = on("cpu", "reference", pytest.param("triton", marks=pytest.mark.long), GPU)
 
 
 @pytest.fixture(params=["cpu", "reference", "triton", GPU], scope="module")
@@ -172,7 +172,7 @@ def cases(draw: st.DrawFn, widest: int = 128) -> Case:
     )
 
 
-@slow_interpreter
+@long_interpreter
 @settings(max_examples=8)
 @given(case=cases(), data=st.data())
 def test_equals_the_definition(where: str, case: Case, data: st.DataObject) -> None:
@@ -186,7 +186,7 @@ def test_equals_the_definition_at_the_widest(where: str) -> None:
     assert_near(case.found(where), case.exact(), bar_of(where))
 
 
-@slow_interpreter
+@long_interpreter
 @pytest.mark.parametrize("pinned", [False, True])
 def test_long_rows_stay_exact(where: str, pinned: bool) -> None:
     """Eight chunks of 64 and a rest; every decay at its bound is the worst case of log_w's gradient."""
@@ -205,7 +205,7 @@ def test_documents_in_groups_of_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     assert_near(case.found("cuda"), case.exact(), BARS["triton"])
 
 
-@on("cpu", "reference", pytest.param("triton", marks=pytest.mark.long), GPU)
+@long_interpreter
 @settings(max_examples=5)
 @given(case=cases(widest=64))  # each takes three passes and their gradients
 def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, case: Case) -> None:
@@ -214,7 +214,7 @@ def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, cas
     assert_near(large, {name: value.double() for name, value in small.items()}, 2 * bar_of(where))
 
 
-@slow_interpreter
+@long_interpreter
 @settings(max_examples=5)
 @given(seed=st.integers(0, 10**6), length=st.integers(2, 80), data=st.data())
 def test_two_calls_with_the_state_between_equal_one(where: str, seed: int, length: int, data: st.DataObject) -> None:
@@ -249,7 +249,7 @@ def test_the_future_cannot_alter_the_past(where: str, seed: int, length: int, da
     assert change.sqrt().item() <= bar_of(where)
 
 
-@slow_interpreter
+@long_interpreter
 @settings(max_examples=5)
 @given(case=cases())
 def test_packed_documents_are_documents_apart_to_the_bit(where: str, case: Case) -> None:

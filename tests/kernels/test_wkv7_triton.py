@@ -360,7 +360,7 @@ def test_groups_in_bfloat16_are_near_the_definition(launched: list[str], pinned:
     assert {name: value for name, value in found.items() if not value < BFLOAT16_GRADIENTS} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slow_decay_over_many_groups_is_as_near_in_bfloat16_as_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that is kept over all groups: their maps, near 1, are not rounded to bfloat16."""
     case = make(1, 768, 1, 32, 32, dtype=torch.bfloat16)

@@ -78,7 +78,7 @@ def test_all_weights_on_a_card_of_24_gb(nemotron_h: Path) -> None:
     assert found.fits is False
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_on_a_card_of_24_gb(nemotron_h: Path) -> None:
     config = preset("lora-24gb", nemotron_h)
     memory = memory_of(config, "cuda", 1)

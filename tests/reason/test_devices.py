@@ -56,7 +56,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.long) if case == "acceptance" else case for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.long) if case in ("acceptance", "policy") else case for case in CASES]
 )
 def test_an_arm_has_the_same_weights_and_measurements_twice(
     case: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

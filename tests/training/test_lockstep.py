@@ -172,7 +172,7 @@ def test_windows_in_separate_passes_are_trained_as_together(train: Train, phase:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["operations_imitation", "operations"])
+@pytest.mark.parametrize("phase", [pytest.param("operations_imitation", marks=pytest.mark.long), "operations"])
 def test_gradients_of_earlier_passes_reach_the_offloaded_optimizer(train: Train, phase: str) -> None:
     """The last pass of a step gives the operations' heads no gradient."""
     keys, separate = separate_keys(phase)
@@ -230,7 +230,7 @@ def test_four_processes_with_two_copies_of_each_expert(train: Train) -> None:
         check_equal(divided, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_resumes_with_the_same_bits(train: Train) -> None:
     none = [f"reasoning.phases.{name}.steps=0" for name in REASONING["phases"] if name not in ("policy", "operations")]
     keys = ("train.zero_stage=3", "train.expert_parallel=2", *none, "reasoning.phases.policy.steps=3")

@@ -152,7 +152,7 @@ def relative_norm(found: dict[str, Tensor], expected: dict[str, Tensor]) -> floa
             [mode(0), *FEW[2:], *NARROW, mode(2, "bf16", "optimizer", folder=True)],
             [mode(0), mode(1), mode(2), mode(3), *NARROW],
             2,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -13,11 +13,11 @@ BF16 = 2.0**-9  # its unit roundoff
 @pytest.mark.parametrize(
     ("processes", "stack", "stages"),
     [
-        pytest.param(1, "tiny", (0, 1), marks=pytest.mark.slow),
-        pytest.param(1, "tiny", (2, 3), marks=pytest.mark.slow),
-        pytest.param(2, "hybrid", (0, 1), marks=pytest.mark.slow),
+        pytest.param(1, "tiny", (0, 1), marks=pytest.mark.long),
+        pytest.param(1, "tiny", (2, 3), marks=pytest.mark.long),
+        pytest.param(2, "hybrid", (0, 1), marks=pytest.mark.long),
         pytest.param(2, "tiny", (2, 3), marks=pytest.mark.slow),
-        pytest.param(4, "tiny", (1,), marks=pytest.mark.slow),
+        pytest.param(4, "tiny", (1,), marks=pytest.mark.long),
     ],
 )
 def test_bf16_training_is_autocasts_but_for_the_rounding_of_gradients(

@@ -40,10 +40,15 @@ LAYOUTS = {
 
 
 QUICK = ("stages of one or two blocks", "dense layers first")
+SLOW = "experts in stages"
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
+    "layout",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow if name == SLOW else pytest.mark.long)
+        for name in LAYOUTS
+    ],
 )
 def test_the_engine_trains_stages_as_one_model(told: Told, layout: str) -> None:
     processes, *keys = LAYOUTS[layout]
@@ -63,7 +68,7 @@ def test_a_gradient_of_one_stage_that_is_not_finite_ends_the_update_of_all(told:
     assert {number for case, number in found.items() if case == "ZeRO 1, no stage: applied"} == {4}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_copy_of_a_tied_table_stays_equal(told: Told) -> None:
     """Three processes a stage, whose sums in 16 bits depend on the order."""
     rows = ("train.batch_rows=6", "train.micro_batch_rows=1")
