@@ -28,7 +28,9 @@ def test_sums_of_weights_used_twice_in_one_process_or_never(work, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "reduced"), [(2, ("fp32", "bf16")), (4, ("fp32",))])
+@pytest.mark.parametrize(
+    ("processes", "reduced"), [(2, ("fp32", "bf16")), pytest.param(4, ("fp32",), marks=pytest.mark.long)]
+)
 def test_messages_leave_before_the_backward_pass_has_ended_and_change_no_bit(
     work, tmp_path: Path, processes: int, reduced: tuple[str, ...]
 ) -> None:

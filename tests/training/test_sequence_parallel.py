@@ -18,7 +18,7 @@ HEADS = ("model.attention.heads=4", "model.attention.kv_heads=2", "model.bigrams
 DEPTH = "model.depth={capacity: 0.5}"
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_slices_give_the_gradients_of_whole_rows(told: Told, hybrid: tuple[str, ...], processes: int) -> None:
     parallel = f"train.sequence_parallel={processes}"
     for case, error in told("sequence_worker.py", "slices", processes, *hybrid, *HEADS, DEPTH, parallel).items():

@@ -96,7 +96,7 @@ def test_the_engine_trains_shares_as_whole_layers(told: Told, hybrid: tuple[str,
         assert error < 1e-5, case
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_engine_trains_slices_of_shares(told: Told, hybrid: tuple[str, ...]) -> None:
     """Four processes with the same rows."""
     sizes = (*hybrid, *HEADS, *SIZES, "train.tensor_parallel=2", "train.sequence_parallel=2")
