@@ -59,7 +59,8 @@ def test_a_wait_for_the_others_ends_at_a_signal(store: dist.Store) -> None:
 @pytest.mark.slow
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(work: Work, tmp_path: Path) -> None:
     """One that still held tensors of the last collective aborted the process, at times, under load."""
-    finished = work("leave", tmp_path / "run", "train.steps=4", "train.micro_batch_rows=4", processes=2)
+    overrides = ("train.steps=4", "train.micro_batch_rows=4")
+    finished = work("leave", tmp_path / "run", *overrides, processes=2, script="leave_worker.py")
     for process in finished:
         assert process.returncode == 0, process.stdout
         before, after = re.findall(r"(?:before|after): (\d+)$", process.stdout, re.MULTILINE)

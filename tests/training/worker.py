@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import itertools
 import json
 import math
@@ -74,32 +72,6 @@ def train_in(where: Path, order: dict[str, Any], overrides: list[str], *, resume
         print(error)
         return error.exit_code
     return 0
-
-
-def gloo_threads() -> int:
-    """How many threads of gloo this process has."""
-    found = 0
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
-            found += "gloo" in (task / "comm").read_text()
-    return found
-
-
-def threads_that_stay() -> int:
-    """How many threads of gloo this process still has after ten seconds. The kernel lists a thread that has been joined
-    until the thread has run once more, which on a busy machine is later."""
-    end = time.monotonic() + 10.0
-    while (found := gloo_threads()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return found
-
-
-def leave(order: dict[str, Any]) -> int:
-    """Trains, and prints the number of gloo's threads now and after all other functions that run at exit."""
-    atexit.register(lambda: print("after:", threads_that_stay()))  # the first to be registered runs last
-    status = train(order)
-    print("before:", gloo_threads())
-    return status
 
 
 def twice(order: dict[str, Any]) -> int:
@@ -509,5 +481,5 @@ def expert_layers(order: dict[str, Any]) -> dict[str, float]:
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
     jobs = {"train": train, "twice": twice, "repeat": repeat, "gradients": gradients, "experts": experts}
-    jobs |= {"depths": depths, "leave": leave}
+    jobs |= {"depths": depths}
     exit_worker(jobs[order["job"]](order))
