@@ -10,7 +10,9 @@ import gc
 import os
 import platform
 import random
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from cdrmix.kernels.common.products import (
     multiply_on_all_threads,
     multiply_on_one_thread,
     one_thread,
+    restored_threads,
     set_num_threads,
 )
 from cdrmix.ops.backend import check_served
@@ -31,6 +34,8 @@ from cdrmix.ops.time_mix import HEAD_SIZES
 
 BF16_CAPABILITY = (8, 0)  # lowest compute capability with bfloat16 products (Ampere)
 DEVICES = ("auto", "cpu", "cuda")
+# Determinism that libraries read when they start: cuBLAS's workspaces, and the order of NCCL's sums.
+ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 DEVICE_FILES = {"NVIDIA": Path("/dev/nvidiactl"), "AMD": Path("/dev/kfd")}  # exist if the driver is loaded
 
 
@@ -99,16 +104,70 @@ def check_gpu(device: torch.device, config: Config) -> None:
             )
 
 
-def work_alone(config: Config, wanted: str | None = None) -> torch.device:
-    """Sets threads and determinism for a command that runs a trained model in one process; returns the device.
+def only_device(config: Config, wanted: str | None = None) -> torch.device:
+    """The device of a process that runs a trained model alone.
 
     wanted: auto, cpu or cuda; it replaces run.device of the configuration.
     Raises ConfigError if the device does not exist.
     """
     device = device_type(config.run.device) if wanted is None else device_type(wanted, "device")
+    return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+
+
+def work_alone(config: Config, wanted: str | None = None) -> torch.device:
+    """Sets threads and determinism for a command that runs a trained model in one process; returns `only_device`."""
+    device = only_device(config, wanted)
     set_num_threads(threads(config, 1))
     be_deterministic(any_threads=config.model.kind == "cdrmix")
-    return torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+    return device
+
+
+@contextmanager
+def working_alone(config: Config) -> Iterator[None]:
+    """Within it, the process has the threads and the determinism of `work_alone`; afterwards its own again."""
+    with _restored_computing():
+        work_alone(config, "cpu")  # the settings are the same for each device
+        yield
+
+
+@contextmanager
+def _restored_computing() -> Iterator[None]:
+    mode, benchmark = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    new = [name for name in ENVIRONMENT if name not in os.environ]
+    with restored_threads():
+        try:
+            yield
+        finally:
+            for name in new:
+                os.environ.pop(name, None)
+            torch.set_deterministic_debug_mode(mode)
+            torch.backends.cudnn.benchmark = benchmark
+            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+@contextmanager
+def restored_settings() -> Iterator[None]:
+    """Restores at its end what this package sets in a process that it shares with a user: a notebook, a test.
+
+    These are the CPU threads, the flags of determinism, the states of the random number generators, the environment
+    variables and the filters of warnings. The process group and the settings of glibc's allocator stay: they can be
+    set only once.
+    """
+    environment = dict(os.environ)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    with warnings.catch_warnings(), _restored_computing():
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+            torch.set_rng_state(states[2])
+            if on_gpus is not None:
+                torch.cuda.set_rng_state_all(on_gpus)
 
 
 def threads(config: Config, processes: int) -> int:
@@ -122,8 +181,8 @@ def be_deterministic(*, any_threads: bool = True) -> None:
     any_threads: on a CPU, run products on one MKL thread, so that no bit of a model of this package depends on the
     number of threads. False for models of transformers, which have other sums that depend on it: all threads.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # one order of summation
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     # Equals torch.use_deterministic_algorithms(True), which also imports torch.compile's compiler and takes 1 s longer;
     # see training/compiling.py.
     torch.set_deterministic_debug_mode("error")

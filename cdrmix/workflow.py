@@ -52,7 +52,7 @@ from cdrmix.reason.sources import check_episodes, fingerprint_of_questions
 from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
-from cdrmix.runtime import free_memory
+from cdrmix.runtime import free_memory, restored_settings
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import DistributedContext, check_shared, join
@@ -73,12 +73,14 @@ SAMPLE_PROMPT = "def "
 SAMPLE = Sampling(temperature=0.6, top_p=0.9, max_new_tokens=160)
 
 
+@restored_settings()
 def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequence[Callback] = ()) -> Path:
     """Does everything of a run that is not done yet. All processes of the run call it. Returns the run folder.
 
     resume: None starts a new run. 'auto' continues the newest unfinished run of this configuration, or starts a new
     run if there is none. A path continues that run; the path of a mirror restores its run first. callbacks: receive
     the steps, records and checkpoints of both stages. The last line that is printed is the path of the run folder.
+    The settings of the process are those of the configuration during the run, and its own afterwards.
     """
     if not isinstance(config, Config):
         raise ConfigError(f"config must be a cdrmix.Config, for example of Config.from_yaml(path); found {config!r}")

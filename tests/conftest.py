@@ -1,4 +1,4 @@
-"""Settings of the whole test run: Triton's interpreter, one thread, repeatable hypotheses, poisoned memory."""
+"""Settings of the whole test run: Triton's interpreter, one thread, examples, poisoned memory, an unchanged process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ["PYTHONSAFEPATH"] = "1"  # child processes must not find our kernels/ under the PyPI package's name
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-sys.path.append(os.path.dirname(__file__))  # forked.py
+sys.path.append(os.path.dirname(__file__))  # forked.py and other modules that tests import
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a script's &, here and by what tests start
 
 import importlib
@@ -23,10 +23,11 @@ import importlib.util
 import pkgutil
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import process_state
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -38,9 +39,14 @@ from cdrmix.kernels.common.products import strict_mode
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 strict_mode()  # before the first product, as in every command
 
-# The machine may be slow and shared, so no deadline; the same examples every time, so that a failure is a fact.
-settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("repeatable")
+# The machine may be slow and shared, so no deadline. The quick tests have the same examples every time: a failure is a
+# fact. `make test-all` draws others each time: its seed is printed, and pytest --hypothesis-seed repeats it.
+SLOW_MACHINE = [HealthCheck.too_slow]
+settings.register_profile("fixed", deadline=None, max_examples=15, derandomize=True, suppress_health_check=SLOW_MACHINE)
+settings.register_profile(
+    "random", deadline=None, max_examples=300, print_blob=True, suppress_health_check=SLOW_MACHINE
+)
+settings.load_profile("fixed")
 
 
 def absent(dependency: str) -> bool:
@@ -110,16 +116,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+) -> Generator[None, object, object]:
+    """A fixture that several tests share may not change the process for the tests after it."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with process_state.unchanged(f"the fixture {fixturedef.argname}"):
+        return (yield)
+
+
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
+def unchanged_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves the process changed fails; the tests after it have the process as it was."""
+    with process_state.unchanged(request.node.nodeid):
+        yield
+
+
+@pytest.fixture
+def own_settings(unchanged_process: None) -> Iterator[None]:
+    """For tests of functions that set the threads and the determinism of their process: restores these."""
+    from cdrmix.runtime import restored_settings  # here: a bare GPU machine cannot import it
+
+    with restored_settings():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(unchanged_process: None) -> Iterator[None]:
     """torch.empty and its kin give NaN (or the largest integer), so that reading what nobody wrote is seen."""
-    fill, deterministic = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    mode, fill = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     yield
+    torch.set_deterministic_debug_mode(mode)
     torch.utils.deterministic.fill_uninitialized_memory = fill
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

@@ -128,6 +128,11 @@ class Server:
 _server = functools.cache(Server)
 
 
+def server_pid() -> int | None:
+    """The process id of the server, which runs until the tests end; None before the first program."""
+    return _server()._process.pid if _server.cache_info().currsize else None
+
+
 def start(arguments: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> Forked:
     """Starts `python <arguments>`: a file, `-m` and a module, or `-c` and a program; each with its arguments.
 

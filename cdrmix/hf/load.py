@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from cdrmix.inference.load import (
     verify,
 )
 from cdrmix.inference.text_model import TextModel
-from cdrmix.runtime import work_alone
+from cdrmix.runtime import only_device, work_alone, working_alone
 
 SNAPSHOT = "config_snapshot.yaml"
 ROW_LENGTH = 2048  # of a model whose config.json has no longest row, as in lm-eval
@@ -257,8 +258,8 @@ def load(path: str | Path, *, checkpoint: str | None = None, device: str | None 
     """Loads the model of a run folder (its newest complete checkpoint), a checkpoint, an export folder, or a folder of
     transformers (config.json, safetensors and tokenizer.json).
 
-    The files of cdrmix are verified first. The CPU threads and the determinism settings of this process are set as the
-    configuration of the run says.
+    The files of cdrmix are verified first. While the model computes, this process has the CPU threads and the
+    determinism that the configuration of the run gives; between the calls it has its own.
 
     Args:
         path: the folder.
@@ -277,4 +278,6 @@ def load(path: str | Path, *, checkpoint: str | None = None, device: str | None 
     found = of_run(Path(path), checkpoint)
     if checkpoint == BEST and found.path == Path(path):
         warnings.warn(f"{path}: {found.reason}", CdrmixWarning, stacklevel=2)
-    return TextModel(load_alone(found.path, device))
+    loaded = load_trained(found.path)
+    model = loaded.model.to(only_device(loaded.config, device))
+    return TextModel(loaded._replace(model=model), partial(working_alone, loaded.config))  # type: ignore[arg-type]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import overload
@@ -32,7 +33,9 @@ class TextModel:
         drafts: counts of the last generation with `speculative`; None after one without.
     """
 
-    def __init__(self, loaded: Trained) -> None:
+    def __init__(self, loaded: Trained, settings: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """settings: the threads and the determinism of the process while the model computes; by default as they are."""
+        self._settings = settings
         self.model: CausalModel = loaded.model
         self.tokenizer: TextTokenizer = loaded.tokenizer
         self.config: Config = loaded.config
@@ -100,7 +103,8 @@ class TextModel:
         wide = ids_BT.long()
         self._check_range(int(wide.min()), int(wide.max()))
         rows_BT = wide if ids_BT.ndim == 2 else wide.unsqueeze(0)
-        logits = self.model.logits(self.model(rows_BT).hidden_BTD)
+        with self._settings():
+            logits = self.model.logits(self.model(rows_BT).hidden_BTD)
         return logits if ids_BT.ndim == 2 else logits[0]
 
     def _check_range(self, least: int, most: int) -> None:
@@ -246,7 +250,17 @@ class TextModel:
             drafting_model(self.model)
             self.drafts = DraftStatistics()
             decoding = partial(decode_speculatively, statistics=self.drafts)
-        return generate(self.model, self.tokenizer, texts, samplings, heal=heal, decoding=decoding)
+        pieces = generate(self.model, self.tokenizer, texts, samplings, heal=heal, decoding=decoding)
+        return self._computed(pieces)
+
+    def _computed(self, pieces: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+        """The pieces, each computed within the settings: the reader of a stream works with its own."""
+        while True:
+            with self._settings():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece
 
 
 def _texts(prompts: str | list[str] | tuple[str, ...]) -> list[str]:

@@ -49,6 +49,7 @@ from cdrmix.ladder.rungs import DataFactory, ModelFactory, RungPlan, plan_rungs,
 from cdrmix.ladder.state import RungState, check_states, rung_states, something_missing, stopping
 from cdrmix.ladder.verdict import Outcome
 from cdrmix.run_folder import RunFolder, finite
+from cdrmix.runtime import restored_settings
 from cdrmix.training.launch import launch
 from cdrmix.workflow import run_all
 
@@ -138,6 +139,7 @@ class PipelineRunner:
         check_states(ledger, states)
         return states
 
+    @restored_settings()
     def validate_infrastructure(self) -> list[Check]:
         """Checks the machine with the first rung, without the ledger. Raises ConfigError if a check fails."""
         with locked(self.root):
@@ -170,6 +172,7 @@ class PipelineRunner:
         lenient = self.lenient if validation_between_scales else self.lenient or "validation_between_scales is False"
         return self._climb(self.rungs[first : last + 1], lenient)
 
+    @restored_settings()
     def _climb(self, rungs: Sequence[RungPlan], lenient: str | None) -> PipelineResult:
         with locked(self.root):
             ledger = Ledger(self.root)

@@ -88,6 +88,21 @@ def set_num_threads(number: int) -> None:
 
 
 @contextmanager
+def restored_threads() -> Iterator[None]:
+    """Restores at its end the number of CPU threads, and whether products of this thread run on one of them."""
+    threads, on_one_thread = torch.get_num_threads(), multiplies_on_one_thread()
+    try:
+        yield
+    finally:
+        if on_one_thread:
+            multiply_on_one_thread()
+        else:
+            multiply_on_all_threads()
+        if torch.get_num_threads() != threads:
+            set_num_threads(threads)
+
+
+@contextmanager
 def one_thread() -> Iterator[None]:
     """Within it, PyTorch has one CPU thread."""
     threads = torch.get_num_threads()

@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
-from cdrmix.cli import main
+from in_process import main
+
 from cdrmix.inference.checkpoints import list_checkpoints
 
 TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import main
 
 from cdrmix import workflow as lifecycle
-from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phases
 from cdrmix.errors import CheckpointError

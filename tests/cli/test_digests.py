@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import main
 
 import cdrmix
-from cdrmix.cli import main
 from cdrmix.training.engine import Engine
 
 Arguments = Callable[..., list[str]]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.doctor import checks as doctor_checks
 from cdrmix.doctor import gradients
 from cdrmix.doctor.findings import configuration

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.prepare import prepare

@@ -13,11 +13,11 @@ from typing import Any
 import lm_eval.tasks
 import pyarrow
 import pytest
+from in_process import main
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate, simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from cdrmix.cli import main
 from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.eval.choices import TASKS, read_items, results
 from cdrmix.eval.data_sets import OLMO

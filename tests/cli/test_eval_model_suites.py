@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.eval import latency
 from cdrmix.eval.evaluation import EVALUATIONS, evaluations
 from cdrmix.eval.intervals import LEAST_UNITS

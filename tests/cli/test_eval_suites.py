@@ -10,8 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.eval.data_sets import HUMAN_EVAL
 from cdrmix.eval.sandbox import NEEDED, probe
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from cdrmix.cli import main
+from in_process import main
 
 Arguments = Callable[..., list[str]]
 

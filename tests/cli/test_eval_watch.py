@@ -16,8 +16,8 @@ from typing import Any
 import forked
 import pytest
 from forked import Forked
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.config.rule import BUILT_IN
 from cdrmix.config.schema import Config
 from cdrmix.eval.rows import read_rows

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.inference.checkpoints import read_weights
 from cdrmix.inference.load import load_exported
 from cdrmix.run_folder import RunFolder, read_metrics

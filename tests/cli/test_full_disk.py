@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.inference.checkpoints import list_checkpoints, verify_checkpoint
 from cdrmix.run_folder import read_metrics
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.durable import sha256_file
 
 Capture = pytest.CaptureFixture[str]

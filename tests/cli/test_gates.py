@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from in_process import main
 from safetensors.torch import load_file, save_file
 
-from cdrmix.cli import main
 from cdrmix.durable import sha256_file
 from cdrmix.ladder.facts import Facts
 from cdrmix.ladder.judgement import decide, judge

@@ -10,8 +10,8 @@ from pathlib import Path
 import forked
 import pytest
 from forked import Forked
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.run_folder import read_metrics
 
 STEPS = 12

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_process import main
 
 import cdrmix
-from cdrmix.cli import main
 from cdrmix.inference.checkpoints import list_checkpoints
 from cdrmix.run_folder import read_metrics
 

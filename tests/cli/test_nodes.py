@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import list_checkpoints
 from cdrmix.training import distributed

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.errors import CorpusError
 from cdrmix.plan import machine
 

@@ -14,8 +14,8 @@ from weakref import WeakSet
 import forked
 import pytest
 import torch
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import read_weights
 from cdrmix.inference.load import Loaded, load_model

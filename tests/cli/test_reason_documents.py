@@ -10,8 +10,8 @@ from pathlib import Path
 
 import forked
 import pytest
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.data.tasks import make_example
 from cdrmix.run_folder import read_metrics
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.hf.export import export_model
 from cdrmix.inference.load import load_model
 from cdrmix.reason import session as sessions

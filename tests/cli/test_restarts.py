@@ -15,9 +15,9 @@ from pathlib import Path
 
 import forked
 import pytest
+from in_process import main
 
 from cdrmix import workflow
-from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.errors import UNEXPECTED, OutOfMemoryError
 from cdrmix.run_folder import RunFolder, read_metrics

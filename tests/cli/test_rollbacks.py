@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import main
 
 import cdrmix
-from cdrmix.cli import main
 from cdrmix.data.batch import Batch
 from cdrmix.errors import NonFiniteLossError
 from cdrmix.model.loss import Losses

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.config.hyperparameters import countable, hyperparameters, model_size, round_rows
@@ -43,7 +43,6 @@ def test_the_rules_count_the_parameters_of_the_model(path: Path) -> None:
     agrees(Config.from_yaml(path).cdrmix_model)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_the_rules_count_the_parameters_of_any_model(data: st.DataObject) -> None:
     pick = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.config.schema import Config
@@ -111,7 +111,6 @@ def test_any_text_of_yaml_characters(text: str) -> None:
 
 
 @given(st.integers(0, len(TINY) - 1), st.integers(0, 12), st.text("{}[]:,-&*!#~ \n\tab01.", max_size=6))
-@settings(max_examples=200)
 def test_any_damage(start: int, length: int, inserted: str) -> None:
     says_only_config_error((TINY[:start] + inserted + TINY[start + length :]).encode())
 
@@ -162,7 +161,6 @@ SECTIONS = [
 
 
 @given(st.sampled_from(SECTIONS), plain)
-@settings(max_examples=300)
 def test_any_value_of_any_section(key: str, value: object) -> None:
 
     says_only_config_error(TINY.encode(), f"{key}={json.dumps(value)}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.config.reference import reference
 from cdrmix.config.schema import Config
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cdrmix.data.cleaning.rules import GROUPS, RULES
@@ -303,7 +303,6 @@ def test_a_waterfall_of_sixty_rules_falls_from_read_to_kept(make_config: Any) ->
     assert sum(link.startswith("#") for link in reader.links) == 60
 
 
-@settings(deadline=None, max_examples=60)
 @example(HOSTILE)
 @given(st.lists(st.text(st.characters(), max_size=40), min_size=1, max_size=8))
 def test_texts_of_strangers_stay_texts(texts: list[str]) -> None:

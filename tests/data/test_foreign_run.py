@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from in_process import main
 
 import cdrmix
-from cdrmix.cli import main
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.inference import generate as generate_module
 from cdrmix.inference.sampling import Sampling

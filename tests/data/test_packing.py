@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.data.packing import best_fit, pack
@@ -11,7 +11,6 @@ from cdrmix.data.packing import best_fit, pack
 lengths_of_documents = st.lists(st.integers(1, 60), max_size=40)
 
 
-@settings(deadline=None, max_examples=200)
 @given(lengths_of_documents, st.integers(1, 24), st.integers(0, 10**12))
 def test_every_target_once_and_rows_full_enough(documents: list[int], row_length: int, origin: int) -> None:
     starts = np.cumsum([origin, *documents]).astype(np.int64)
@@ -40,7 +39,6 @@ def test_every_target_once_and_rows_full_enough(documents: list[int], row_length
     assert len(open_rows) < 2 or open_rows[0] + open_rows[1] > row_length
 
 
-@settings(deadline=None, max_examples=200)
 @given(st.integers(1, 40).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), max_size=50))))
 def test_best_fit_takes_the_fullest_bin_that_has_room(case: tuple[int, list[int]]) -> None:
     capacity, lengths = case

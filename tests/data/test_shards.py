@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.data.shard_files import write_index
@@ -176,7 +176,6 @@ documents_of_strata = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=20)
 @given(documents_of_strata)
 def test_rows_hold_documents_of_one_stratum(tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
     """Documents of three domains and three classes of length, each of its own ids, against plain lists."""
@@ -213,7 +212,6 @@ def test_rows_hold_documents_of_one_stratum(tmp_path_factory: pytest.TempPathFac
         split.domain_of(-1)
 
 
-@settings(deadline=None, max_examples=20)
 @given(documents_of_strata)
 def test_weights_lie_beside_their_tokens(tmp_path_factory: pytest.TempPathFactory, drawn: list[Any]) -> None:
     """Of every second token of a document with a weight; the order of the rows is that without weights."""

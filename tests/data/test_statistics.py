@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix import _text
@@ -118,7 +118,6 @@ pieces = st.lists(st.sampled_from(PIECES), max_size=60).map("".join)
 few_words = st.lists(st.sampled_from(["a ", "b ", "cc ", "é\n", "dd\n\n"]), max_size=60).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.one_of(pieces, few_words, st.text(max_size=80)))
 def test_counts_are_as_defined(text: str) -> None:
     text = text.encode(errors="replace").decode()  # without lone surrogates

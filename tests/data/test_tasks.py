@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.config.schema_data import TasksSource
@@ -286,7 +286,6 @@ def test_every_task_has_a_solver() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS.names())
-@settings(deadline=None, max_examples=20)
 @given(
     seed=st.integers(0, 2**63 - 1),
     number=st.integers(0, 10**9),
@@ -335,7 +334,6 @@ def test_known_exercises_stay_what_they_are(task: str) -> None:
         assert digest_of(task, 2, (2**40,), (60, 4000))[:16] == KNOWN_TOO[task]
 
 
-@settings(max_examples=60)
 @given(number=st.integers(0, 10**9), facts=st.integers(3, 40))
 def test_stories_of_all_that_people_do(number: int, facts: int) -> None:
     """Things that are given away are where their new holder is, in no task so far."""

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -85,7 +85,6 @@ def test_difficulty_of_a_source() -> None:
 
 
 @pytest.mark.parametrize("task", STORIES)
-@settings(max_examples=25)
 @given(number=st.integers(0, 10**9), more=st.integers(0, 60))
 def test_a_story_has_as_many_facts_as_asked_for(task: str, number: int, more: int) -> None:
     level = Story(characters=4000, facts=STORIES[task] + more)
@@ -129,7 +128,6 @@ def test_filler_of_a_story_says_nothing_of_it() -> None:
         make_example("babilong_qa2", 1, 0, 3000, filler=Filler(["Agnes is in the zoo."]))
 
 
-@settings(max_examples=40)
 @given(
     number=st.integers(0, 10**9),
     chunks=st.integers(1, 40),
@@ -173,7 +171,6 @@ def test_facts_lie_in_all_chunks_alike() -> None:
         episode("recall", 1, 0)
 
 
-@settings(max_examples=60)
 @given(
     number=st.integers(0, 10**9),
     chunks=st.integers(1, 9),
@@ -211,7 +208,6 @@ def test_as_many_lies_as_chunks_are_refused() -> None:
         TASKS["poisoned_recall"].standard.changed({"bad": 4})
 
 
-@settings(max_examples=40)
 @given(
     number=st.integers(0, 10**9),
     operators=st.integers(1, 200),
@@ -268,7 +264,6 @@ def test_filler_is_read_as_far_as_it_is_needed() -> None:
             Filler(empty)
 
 
-@settings(max_examples=60)
 @given(number=st.integers(0, 10**9), characters=st.integers(-5, 3000), size=st.integers(1, 50))
 def test_a_passage_is_at_most_one_sentence_too_long(number: int, characters: int, size: int) -> None:
     filler = Filler([" ".join(f"It was {index} o'clock." for index in range(size))])

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.data.tasks import TASKS, Example, Filler, make_example, score
@@ -62,7 +62,6 @@ def test_needles_are_as_many_as_published(variant: str, characters: int) -> None
     assert min(places) < 0.3 < 0.7 < max(places)
 
 
-@settings(max_examples=60)
 @given(
     number=st.integers(0, 10**9),
     keys=st.integers(1, 30),
@@ -98,7 +97,6 @@ def test_any_number_of_needles(
     assert made.answer == f" {', '.join(made.references)}"
 
 
-@settings(max_examples=40)
 @given(number=st.integers(0, 10**9), chains=st.integers(1, 8), hops=st.integers(1, 9))
 def test_chains_are_whole_and_in_order(number: int, chains: int, hops: int) -> None:
     made = make_example("ruler_vt", 1, number, Tracking(characters=3000, chains=chains, hops=hops))
@@ -114,7 +112,6 @@ def test_chains_are_whole_and_in_order(number: int, chains: int, hops: int) -> N
     assert (standard.chains, standard.hops) == (1, 4)
 
 
-@settings(max_examples=40)
 @given(
     number=st.integers(0, 10**9),
     words=st.integers(1, 12),
@@ -161,7 +158,6 @@ def test_zeta(alpha: float) -> None:
     assert math.isclose(zeta(4), math.pi**4 / 90, rel_tol=1e-9)
 
 
-@settings(max_examples=40)
 @given(number=st.integers(0, 10**9), alpha=st.sampled_from([1.2, 1.5, 2.0, 2.5]), characters=st.integers(1, 30_000))
 def test_counts_of_frequent_words_are_the_zeta_distribution(number: int, alpha: float, characters: int) -> None:
     made = make_example("ruler_fwe", 1, number, FrequentWords(characters=characters, alpha=alpha))

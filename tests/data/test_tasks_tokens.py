@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import product as pairs_of
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.data.tasks import IGNORED, TASKS, make_example, make_token_example, score_tokens
@@ -30,7 +30,6 @@ def mqar_difficulties(draw: st.DrawFn) -> Mqar:
     )
 
 
-@settings(max_examples=150)
 @given(number=st.integers(0, 10**9), difficulty=mqar_difficulties())
 def test_mqar_asks_every_key_once_more(number: int, difficulty: Mqar) -> None:
     made = make_token_example("mqar", 1, number, difficulty)
@@ -107,7 +106,6 @@ def test_words_of_mqar_are_its_ids() -> None:
 
 
 @pytest.mark.parametrize(("task", "order"), [("parity", 2), ("s3", 6), ("s5", 120)])
-@settings(max_examples=30)
 @given(number=st.integers(0, 10**9), elements=st.integers(1, 300))
 def test_targets_of_word_problems_are_prefix_products(task: str, order: int, number: int, elements: int) -> None:
     difficulty = TASKS[task].standard.changed({"elements": elements})

@@ -18,11 +18,11 @@ import forked
 import pytest
 import torch
 import yaml
+from in_process import main
 from safetensors.torch import load_file
 from torch import Tensor
 
 import cdrmix
-from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_huggingface import Lora, _vocab_size
 from cdrmix.data.batch import Batch

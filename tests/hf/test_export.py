@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import main
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from cdrmix.cli import main
 from cdrmix.compare import compare
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phases

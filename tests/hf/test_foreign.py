@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from in_process import main
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import cdrmix
-from cdrmix.cli import main
 from cdrmix.compare import compare
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_huggingface import _vocab_size

@@ -15,13 +15,13 @@ from typing import Any
 import lm_eval.tasks
 import pytest
 import torch
+from in_process import main
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CorpusError, DiskFullError
 from cdrmix.run_folder import RunFolder

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import main
 from public_rwkv7 import HIDDEN, PACKAGE, VOCABULARY, WIDTH, logits_of_the_package, public_weights, text_of_the_package
 from safetensors.torch import save_file
 from torch import Tensor
 
 import cdrmix
-from cdrmix.cli import main
 from cdrmix.errors import CheckpointError
 from cdrmix.inference.load import load_model
 from cdrmix.inference.rwkv_files import model_in, read_rwkv7

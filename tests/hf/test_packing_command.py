@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from cdrmix.cli import main
+from in_process import main
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

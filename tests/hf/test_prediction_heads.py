@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import main
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from cdrmix.cli import main
 from cdrmix.data.chat.template import CHATML
 from cdrmix.errors import ConfigError
 from cdrmix.eval.suites import ToolQuestion

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,7 +77,6 @@ def cases(draw: Any) -> tuple[tuple[int, ...], Tensor | None, int]:
 
 
 @given(cases())
-@settings(max_examples=80)
 def test_float32_is_the_formula_in_float64(case: tuple[tuple[int, ...], Tensor | None, int]) -> None:
     shape, cu_seqlens, seed = case
     tensors = inputs(*shape, torch.float32, seed)  # type: ignore[arg-type]
@@ -118,7 +117,6 @@ def check_visible(shape: tuple[int, ...], places: list[list[int]], dtype: torch.
 
 
 @given(st.data())
-@settings(max_examples=40)
 def test_one_query_a_row_sees_the_keys_of_a_mask(data: Any) -> None:
     batch, keys = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 40))
     groups, width = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.sampled_from([1, 8, 16, 33]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -125,7 +125,6 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     return request.param
 
 
-@settings(max_examples=60)
 @given(
     R=st.integers(0, 70),
     D=st.integers(1, 12),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -135,7 +135,6 @@ def routing_of(case: Case, device: str) -> ops.Routing:
     recompute=st.booleans(),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=15)
 def test_outputs_and_all_gradients_equal_a_loop_in_float64(
     device: str,
     tokens: int,

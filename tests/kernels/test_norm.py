@@ -110,7 +110,7 @@ def check(tensors: Tensors, kind: str) -> None:
     y=st.booleans(),
     bias=st.booleans(),
 )
-@settings(max_examples=25, phases=[Phase.generate])
+@settings(phases=[Phase.generate])
 def test_values_and_gradients_are_near_float64(
     implementation: str, seed: int, rows: int, width: int, kind: str, y: bool, bias: bool
 ) -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -70,7 +70,6 @@ def in_a_row(
     return torch.cat(ys, 1), a, pending
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     tokens=st.integers(1, 40),
@@ -139,7 +138,6 @@ def of_a_token(seed: int, batch: int, outputs: int, rank: int, width: int, gates
 OF_STEPS = {"alpha": ALPHA, "decay": DECAY, "limit": LIMIT}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     batch=st.integers(1, 5),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -62,7 +62,6 @@ def compare(sizes: tuple[int, int, int, int], seed: int, decay: float, limit: fl
 
 
 @interpreted
-@settings(max_examples=20)
 @given(
     batch=st.integers(1, 3),
     chunks=st.integers(1, 5),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -40,7 +40,6 @@ def assert_near(*tensors: Tensor) -> None:
 
 
 @interpreted
-@settings(max_examples=25)
 @given(st.data())
 def test_the_kernel_is_near_float64(data: st.DataObject) -> None:
     batch, length, heads = (data.draw(st.integers(1, most)) for most in (3, 40, 4))

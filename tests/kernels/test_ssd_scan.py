@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -124,7 +125,7 @@ def test_every_width_equals_the_definition(kernels: ModuleType, widths: tuple[in
     assert_near(case.run(kernels), case.exact())
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     length=st.integers(1, 70),
     groups=st.integers(1, 2),

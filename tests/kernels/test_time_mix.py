@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -108,7 +109,8 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 @implementations
 @given(seed=st.integers(0, 10**6), size=sizes)
-@settings(max_examples=4, phases=[Phase.generate])  # a failing example is shrunk for minutes in the interpreter
+# No shrinking: it takes minutes in the interpreter.
+@settings(max_examples=examples(4), phases=[Phase.generate])
 def test_values_and_gradients_are_near_float64(implementation: str, seed: int, size: tuple) -> None:  # type: ignore[type-arg]
     batch, length, (heads, head_size) = size
     torch.manual_seed(seed)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -173,7 +174,7 @@ def cases(draw: st.DrawFn, widest: int = 128) -> Case:
 
 
 @long_interpreter
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(case=cases(), data=st.data())
 def test_equals_the_definition(where: str, case: Case, data: st.DataObject) -> None:
     recompute, chunk = data.draw(st.booleans()), data.draw(st.sampled_from([None, 32, 64]))
@@ -206,7 +207,7 @@ def test_documents_in_groups_of_chunks_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @long_interpreter
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(case=cases(widest=64))  # each takes three passes and their gradients
 def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, case: Case) -> None:
     small, large = case.found(where, chunk=32), case.found(where, chunk=chunk_sizes(where, case)[-1])
@@ -215,7 +216,7 @@ def test_what_is_saved_changes_no_bit_and_the_chunk_next_to_none(where: str, cas
 
 
 @long_interpreter
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(seed=st.integers(0, 10**6), length=st.integers(2, 80), data=st.data())
 def test_two_calls_with_the_state_between_equal_one(where: str, seed: int, length: int, data: st.DataObject) -> None:
     """scan(x || y) = scan(y, state(scan x)), gradients through the state included."""
@@ -231,7 +232,7 @@ def test_two_calls_with_the_state_between_equal_one(where: str, seed: int, lengt
     assert_near({name: value.detach().cpu() for name, value in found.items()}, case.exact(), bar_of(where))
 
 
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(seed=st.integers(0, 10**6), length=st.integers(2, 80), data=st.data())
 def test_the_future_cannot_alter_the_past(where: str, seed: int, length: int, data: st.DataObject) -> None:
     """Earlier outputs give later tokens no gradient at all, and stay when the later tokens change.
@@ -250,7 +251,7 @@ def test_the_future_cannot_alter_the_past(where: str, seed: int, length: int, da
 
 
 @long_interpreter
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(case=cases())
 def test_packed_documents_are_documents_apart_to_the_bit(where: str, case: Case) -> None:
     packed = case.found(where)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
-from cdrmix.cli import main
+from in_process import main
 
 ROOT = Path(__file__).parents[2]
 RUNG = """

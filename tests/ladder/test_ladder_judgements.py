@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.errors import ConfigError, LedgerError, UndecidedGateError
 from cdrmix.eval import data_sets
 from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import main
 
 import cdrmix
-from cdrmix.cli import main
 from cdrmix.config.schema import Config, Model
 from cdrmix.errors import ConfigError, LedgerError, Preempted
 from cdrmix.ladder import infrastructure

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -125,7 +125,6 @@ def assert_close(model: LanguageModel, ids_BT: Tensor, first: int, monkeypatch: 
             assert error <= 8 * other + floor, (name, error, other)
 
 
-@settings(max_examples=40)
 @given(
     data=st.data(),
     rows=st.integers(1, 9),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ def ids(batch: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(0, 23, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(st.sampled_from(["moe", "shared", "dense", "mixed"]), st.integers(1, 24), st.integers(0, 10**6), st.data())
 def test_a_changed_future_changes_no_bit_before_it(name: str, length: int, seed: int, data: st.DataObject) -> None:
     """In float32 without gradients, and of these widths, the bits of a product's row do not depend on the others."""
@@ -104,7 +105,7 @@ def test_a_changed_future_changes_no_bit_before_it(name: str, length: int, seed:
     assert not torch.equal(before[:, place], after[:, place])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(st.sampled_from(["mixers", "all"]), st.integers(1, 24), st.integers(0, 10**6), st.data())
 def test_mixers_that_skip_are_causal(name: str, length: int, seed: int, data: st.DataObject) -> None:
     """To rounding: they multiply as many rows as are kept, and few rows are summed in another order."""
@@ -117,7 +118,7 @@ def test_mixers_that_skip_are_causal(name: str, length: int, seed: int, data: st
     assert (before[:, place] - after[:, place]).abs().max() > 1e-6
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(st.sampled_from(sorted(MODELS)), st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(0, 99))
 def test_pieces_with_a_cache_equal_one_pass(name: str, pieces: list[int], seed: int) -> None:
     model, tokens = make_model(**MODELS[name]), ids(2, sum(pieces), seed)
@@ -129,7 +130,7 @@ def test_pieces_with_a_cache_equal_one_pass(name: str, pieces: list[int], seed: 
     assert (torch.cat(found, 1) - model(tokens).hidden_BTD).abs().max() < BOUND
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(st.sampled_from(sorted(MODELS)), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 99))
 def test_packed_documents_equal_documents_apart(name: str, lengths: list[int], seed: int) -> None:
     model, tokens = make_model(**MODELS[name]), ids(1, sum(lengths), seed)
@@ -236,7 +237,7 @@ def test_a_mixer_reads_the_kept_tokens_of_each_document_alone(layer: int) -> Non
     assert not mixed.y[:, ~keep].any()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.sampled_from([-0.6, 0.0, 100.0, -100.0]))
 def test_packed_prompts_are_continued_like_one_pass(lengths: list[int], bias: float) -> None:
     """Also where nothing of some prompts is kept, or of all; and after rows were joined and chosen."""
@@ -253,7 +254,6 @@ def test_packed_prompts_are_continued_like_one_pass(lengths: list[int], bias: fl
         assert (output.hidden_BTD[row] - whole[0, -1:]).abs().max() < BOUND
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.floats(0.1, 0.9), st.floats(0.01, 30), st.floats(-50, 50), st.integers(0, 99))
 def test_the_bias_finds_the_capacity_of_scores_of_any_scale(
     capacity: float, scale: float, shift: float, seed: int

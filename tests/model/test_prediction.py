@@ -102,7 +102,7 @@ def gradients(model: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_values_and_gradients_equal_the_plain_formula(make_model: MakeModel, data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from in_process import main
 from torch import nn
 
-from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.plan import foreign

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_ablation import Demand
 from cdrmix.errors import ConfigError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.errors import MemoryLogError
@@ -183,7 +183,6 @@ def test_cut_at_any_byte_whole_commits_stay(logged: tuple, tmp_path: Path) -> No
         shutil.rmtree(folder)
 
 
-@settings(max_examples=150)
 @given(data=st.data())
 def test_a_flipped_bit_is_found(logged: tuple, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Damage in the last commit, which may be incomplete, moves it to another file; damage before it is an error."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -59,7 +59,6 @@ def key(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(DIM).astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
 @given(made=steps)
 def test_both_kinds_of_memory_do_the_same(made: list, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Search, use, expiry, eviction, ids: the same changes give the same hits."""

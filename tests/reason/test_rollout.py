@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -170,7 +170,6 @@ def test_a_point_takes_the_token_in_whose_part_of_the_sum_it_lies() -> None:
         assert taken.flatten().tolist() == [1, 1, 3, 3, 4, 4]
 
 
-@settings(max_examples=50)
 @given(seed=st.integers(0, 999), tokens=st.integers(1, 300), sharpness=st.sampled_from([0.1, 3.0, 30.0]))
 def test_points_take_what_exact_sums_do(seed: int, tokens: int, sharpness: float) -> None:
     """The exact sums are fractions. A probability is rounded down by less than 2^-52, so a sum by tokens times that."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import main
 
-from cdrmix.cli import main
 from cdrmix.inference import checkpoints
 from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, newest_whole_checkpoint
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -272,7 +273,7 @@ class Counting(nn.Module):
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 2))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 def test_whoever_has_fewer_passes_makes_passes_of_one_token(first: int, second: int, least: int) -> None:
     world, models = TwoProcesses(), [Counting(), Counting()]
 
