@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from built_once import built_once
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
@@ -50,18 +51,23 @@ def toy_arguments(text: Path, folder: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="session")
 def toy_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with 24 small files."""
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(24):
-        (folder / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n\nprint(f{number}(2))\n")
-    return folder
+
+    def write(folder: Path) -> None:
+        for number in range(24):
+            lines = f"def f{number}(x):\n    return x + {number}\n\nprint(f{number}(2))\n"
+            (folder / f"{number}.py").write_text(lines)
+
+    return built_once(tmp_path_factory, "toy-text", write)
 
 
 @pytest.fixture(scope="session")
 def toy_run(toy_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished toy run with checkpoints of steps 2 and 4, which several files share: copy it before a change."""
-    folder = tmp_path_factory.mktemp("toy")
-    assert main(["train", *toy_arguments(toy_text, folder)]) == 0
-    (run,) = (folder / "runs").iterdir()
+
+    def train(folder: Path) -> None:
+        assert main(["train", *toy_arguments(toy_text, folder)]) == 0
+
+    (run,) = (built_once(tmp_path_factory, "toy", train) / "runs").iterdir()
     return run
 
 

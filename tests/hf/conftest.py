@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from built_once import built_once
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
@@ -63,15 +64,14 @@ def model_with_weights(config: Config, *, plastic: bool = False, seed: int = 0) 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The export folder of a kind of model; the same folder each time, so that tests must not change it."""
-    folders: dict[str, Path] = {}
 
     def export(kind: str) -> Path:
-        if kind not in folders:
+        def build(folder: Path) -> None:
             config = Config.from_yaml(CONFIGS / "base" / "tiny.yaml", [*SMALL, *KINDS[kind]])
             tokenizer = TextTokenizer.train(TEXT, vocab_size=290, end_of_text="<|endoftext|>")
-            loaded = Loaded(model_with_weights(config), tokenizer, config, 20)
-            folders[kind] = export_model(loaded, tmp_path_factory.mktemp(kind) / "export")
-        return folders[kind]
+            export_model(Loaded(model_with_weights(config), tokenizer, config, 20), folder / "export")
+
+        return built_once(tmp_path_factory, f"exported-{kind}", build) / "export"
 
     return export
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from built_once import built_once
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
@@ -60,6 +61,8 @@ def write_toy_ladder(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def climbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a toy ladder whose two rungs are promoted; its folder is beside it. Copy it before a change."""
-    file = write_toy_ladder(tmp_path_factory.mktemp("ladder"))
-    assert main(["ladder", "run", "--config", str(file)]) == 0
-    return file
+
+    def climb(folder: Path) -> None:
+        assert main(["ladder", "run", "--config", str(write_toy_ladder(folder))]) == 0
+
+    return built_once(tmp_path_factory, "toy-ladder", climb) / "ladder.yaml"

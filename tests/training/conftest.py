@@ -14,6 +14,7 @@ from typing import Any
 import forked
 import pytest
 import yaml
+from built_once import built_once
 
 for name in ("pydantic", "zstandard", "tokenizers", "safetensors", "numba"):
     pytest.importorskip(name, reason=f"needs {name}, which is not installed")
@@ -64,18 +65,19 @@ def hybrid() -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration whose corpus is eighty short invented documents."""
-    folder = tmp_path_factory.mktemp("train")
-    texts = folder / "texts"
-    texts.mkdir()
-    for number in range(80):
-        words = [WORDS[(number * 7 + index * index) % len(WORDS)] for index in range(10 + number % 23)]
-        (texts / f"{number:03d}.txt").write_text(" ".join(words) + "\n", encoding="utf-8")
-    content = TINY | {"data": TINY["data"] | {"cache": str(folder / "cache")}}
-    content["data"]["source"] = {"kind": "text", "paths": [str(texts)]}
-    content["run"] = TINY["run"] | {"root": str(folder / "runs")}
-    path = folder / "tiny.yaml"
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return path
+
+    def write(folder: Path) -> None:
+        texts = folder / "texts"
+        texts.mkdir()
+        for number in range(80):
+            words = [WORDS[(number * 7 + index * index) % len(WORDS)] for index in range(10 + number % 23)]
+            (texts / f"{number:03d}.txt").write_text(" ".join(words) + "\n", encoding="utf-8")
+        content = TINY | {"data": TINY["data"] | {"cache": str(folder / "cache")}}
+        content["data"]["source"] = {"kind": "text", "paths": [str(texts)]}
+        content["run"] = TINY["run"] | {"root": str(folder / "runs")}
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+
+    return built_once(tmp_path_factory, "tiny", write) / "tiny.yaml"
 
 
 @pytest.fixture(scope="session")
