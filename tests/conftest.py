@@ -23,14 +23,15 @@ import importlib.util
 import pkgutil
 import re
 import tomllib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-import process_state
 import pytest
 import torch
+from examples import FIXED, RANDOM
 from hypothesis import HealthCheck, settings
+from process_state import pytest_fixture_setup, unchanged_process  # noqa: F401 - pytest finds them here
 
 import cdrmix.kernels
 import cdrmix.ops
@@ -41,11 +42,9 @@ strict_mode()  # before the first product, as in every command
 
 # The machine may be slow and shared, so no deadline. The quick tests have the same examples every time: a failure is a
 # fact. `make test-all` draws others each time: its seed is printed, and pytest --hypothesis-seed repeats it.
-SLOW_MACHINE = [HealthCheck.too_slow]
-settings.register_profile("fixed", deadline=None, max_examples=15, derandomize=True, suppress_health_check=SLOW_MACHINE)
-settings.register_profile(
-    "random", deadline=None, max_examples=300, print_blob=True, suppress_health_check=SLOW_MACHINE
-)
+ANY_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fixed", ANY_MACHINE, max_examples=FIXED, derandomize=True)
+settings.register_profile("random", ANY_MACHINE, max_examples=RANDOM, print_blob=True)
 settings.load_profile("fixed")
 
 
@@ -82,8 +81,19 @@ def load_modules(packages: tuple[ModuleType, ...]) -> None:
                     raise
 
 
-# Examples are drawn from the constants of the project's modules that are loaded: all are, whichever tests ran before.
-load_modules((cdrmix.ops, cdrmix.kernels) if ABSENT else (cdrmix, cdrmix.kernels))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--costs", action="store_true", help="hold the CPU time of the tests against their budget")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--costs"):
+        from costs import Costs  # here: it needs numba, which a bare GPU machine lacks
+
+        config.pluginmanager.register(Costs())
+    runs_tests = config.getoption("dist", "no") == "no" or hasattr(config, "workerinput")
+    if runs_tests:
+        # Examples are drawn from the constants of the loaded modules: all are loaded, whatever the order of the tests.
+        load_modules((cdrmix.ops, cdrmix.kernels) if ABSENT else (cdrmix, cdrmix.kernels))
 
 
 class TestFile(pytest.Module):
@@ -116,26 +126,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
-) -> Generator[None, object, object]:
-    """A fixture that several tests share may not change the process for the tests after it."""
-    if fixturedef.scope == "function":
-        return (yield)
-    with process_state.unchanged(f"the fixture {fixturedef.argname}"):
-        return (yield)
-
-
-@pytest.fixture(autouse=True)
-def unchanged_process(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that leaves the process changed fails; the tests after it have the process as it was."""
-    with process_state.unchanged(request.node.nodeid):
-        yield
-
-
 @pytest.fixture
-def own_settings(unchanged_process: None) -> Iterator[None]:
+def own_settings() -> Iterator[None]:
     """For tests of functions that set the threads and the determinism of their process: restores these."""
     from cdrmix.runtime import restored_settings  # here: a bare GPU machine cannot import it
 
@@ -144,7 +136,7 @@ def own_settings(unchanged_process: None) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(unchanged_process: None) -> Iterator[None]:
+def poisoned_memory() -> Iterator[None]:
     """torch.empty and its kin give NaN (or the largest integer), so that reading what nobody wrote is seen."""
     mode, fill = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True

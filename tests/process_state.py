@@ -11,11 +11,12 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import forked
 import numpy as np
+import pytest
 import torch
 
 from cdrmix.kernels.common.products import multiplies_on_one_thread, multiply_on_all_threads, multiply_on_one_thread
@@ -67,7 +68,8 @@ def _restore_threads(threads: Mapping[str, Any]) -> None:
 
 
 def _read_handlers() -> dict[int, object]:
-    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+    """But for SIGALRM, which pytest-timeout takes, and gives back early after a failure."""
+    return {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}}
 
 
 def _restore_handlers(handlers: Mapping[int, Any]) -> None:
@@ -208,6 +210,22 @@ def unchanged(what: str) -> Iterator[None]:
             PARTS[name].restore(before[name])
     if leaks:
         raise Leak(f"{what} left the process changed: " + "; ".join(f"{name}: {leaks[name]}" for name in leaks))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+    """A fixture that several tests share may not change the process for the tests after it."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with unchanged(f"the fixture {fixturedef.argname}"):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves the process changed fails; the tests after it have the process as it was."""
+    with unchanged(request.node.nodeid):
+        yield
 
 
 def _leaks(before: Mapping[str, Any]) -> dict[str, str]:
