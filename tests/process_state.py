@@ -26,6 +26,7 @@ try:
 except ModuleNotFoundError:  # a bare GPU machine
     ThreadpoolController = None
 
+LIBRARIES = ("/dev/", "/proc/", "/memfd:", "/usr/", sys.prefix)  # where no test writes
 PYTEST_VARIABLES = ("PYTEST_CURRENT_TEST",)  # changes with the test
 
 
@@ -133,12 +134,13 @@ def _restore_folder(folder: str) -> None:
 
 
 def _read_files() -> dict[str, str]:
-    """What each open descriptor refers to, but for devices."""
+    """The file of each open descriptor, but for those of libraries, which keep fonts open, and for those without a name,
+    as pytest's for output. Not pipes and sockets: the process group has them until the process ends."""
     files = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             target = os.readlink(f"/proc/self/fd/{name}")
-            if not target.startswith(("/dev/", "anon_inode:", f"/proc/{os.getpid()}/fd", "/memfd:")):
+            if target.startswith("/") and not target.startswith(LIBRARIES) and not target.endswith(" (deleted)"):
                 files[name] = target
     return files
 
