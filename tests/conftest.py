@@ -17,6 +17,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 sys.path.append(os.path.dirname(__file__))  # forked.py and other modules that tests import
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a script's &, here and by what tests start
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -31,7 +32,7 @@ import pytest
 import torch
 from examples import FIXED, RANDOM
 from hypothesis import HealthCheck, settings
-from process_state import pytest_fixture_setup, unchanged_process  # noqa: F401 - pytest finds them here
+from process_state import pytest_fixture_setup, unchanged, unchanged_process  # noqa: F401 - pytest finds them here
 
 import cdrmix.kernels
 import cdrmix.ops
@@ -93,7 +94,17 @@ def pytest_configure(config: pytest.Config) -> None:
     runs_tests = config.getoption("dist", "no") == "no" or hasattr(config, "workerinput")
     if runs_tests:
         # Examples are drawn from the constants of the loaded modules: all are loaded, whatever the order of the tests.
-        load_modules((cdrmix.ops, cdrmix.kernels) if ABSENT else (cdrmix, cdrmix.kernels))
+        for name in (
+            "datasets",
+            "deepspeed",
+            "numba",
+            "rich.live",
+            "transformers.modeling_utils",
+        ):  # what these change is not our doing
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(name)
+        with unchanged("importing the package"):
+            load_modules((cdrmix.ops, cdrmix.kernels) if ABSENT else (cdrmix, cdrmix.kernels))
 
 
 class TestFile(pytest.Module):

@@ -134,8 +134,8 @@ def _restore_folder(folder: str) -> None:
 
 
 def _read_files() -> dict[str, str]:
-    """The file of each open descriptor, but for those of libraries, which keep fonts open, and for those without a name,
-    as pytest's for output. Not pipes and sockets: the process group has them until the process ends."""
+    """The file of each open descriptor, but for those of libraries, which keep fonts open, and for those without a
+    name, as pytest's for output. Not pipes and sockets: the process group has them until the process ends."""
     files = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,0 +1,18 @@
+"""The syntax trees of source files, each read and parsed once."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file, as `ast.walk` gives them."""
+    return tuple(ast.walk(tree_of(path)))
