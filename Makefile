@@ -1,4 +1,4 @@
-# make install | train | test | test-ci | test-all | storm | mutations | lint | format | docs | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
+# make install | train | test | test-ci | test-all | test-time | storm | mutations | lint | format | docs | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
 
 PYTHON ?= python3
 CONFIG ?= configs/cdrmix-core-tiny.yaml
@@ -20,12 +20,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint
 # Kills of running trainings, each followed by a resume.
 STORMS ?= 60
 
-.PHONY: help install train test test-ci test-all gate storm mutations lint format docs fuzz gpu-wheels clean
+.PHONY: help install train test test-ci test-all test-time gate storm mutations lint format docs fuzz gpu-wheels clean
 
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
-	@echo 'make test      lint, types and the quick tests, in eight to twenty minutes on two cores;  make test-ci  also slow ones;  make test-all  every test'
+	@echo 'make test      lint, types and the quick tests, in about five minutes on two cores;  make test-ci  also slow ones'
+	@echo 'make test-all  every test, with other examples each time: SEED=... repeats those of a run'
+	@echo 'make test-time  the CPU time of each quick test; fails above the budget'
 	@echo 'make gate      of the tests what stage B stands on, in five minutes'
 	@echo 'make storm     kills and resumes STORMS ($(STORMS)) small trainings; each must end with the files of an undisturbed one'
 	@echo 'make mutations  puts errors into copies of the code, one at a time; the quick tests must find each'
@@ -88,8 +90,15 @@ test: lint
 test-ci: lint
 	$(PYTEST) -m 'not long'
 
+# Also what takes minutes; and Hypothesis draws 300 examples where the others have 15 that are always the same.
 test-all: lint
-	$(PYTEST)
+	@seed=$${SEED:-$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')}; \
+	echo "The seed of the examples: $$seed; make test-all SEED=$$seed repeats them"; \
+	$(PYTEST) --hypothesis-profile=random --hypothesis-seed=$$seed
+
+# The CPU time of each quick test, in units of a fixed calculation; fails above the budget in tests/costs.py.
+test-time: install
+	$(PYTEST) -m 'not slow' --costs
 
 # Of these, in five minutes, what stage B stands on.
 gate: install

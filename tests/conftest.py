@@ -131,6 +131,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # a quick failure is told first
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -72,7 +72,7 @@ def test_a_cell_is_run_once_and_written_to_the_page(
 @pytest.mark.parametrize(
     ("architecture", "column", "verdict"),
     [
-        ("llama", "lora", "yes ("),
+        pytest.param("llama", "lora", "yes (", marks=pytest.mark.slow),
         # one document a row
         pytest.param("lfm2", "resume", "bit for bit", marks=pytest.mark.slow),
         # ZeRO-3 shards weights that other modules read

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import recipes
 import yaml
@@ -46,6 +47,14 @@ def compare(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The program in a process of its own, as a user runs it."""
     command = [sys.executable, str(BENCHMARKS / "recipes.py"), str(file), "--validations", "2", *arguments]
     return subprocess.run(command, check=False, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
+
+
+def refused(file: Path, *arguments: str) -> str:
+    """What the program says to arguments that it refuses."""
+    environment = ENVIRONMENT | {"PYTHONPATH": str(BENCHMARKS)}
+    status, output = forked.run([BENCHMARKS / "recipes.py", file, *arguments], environment)
+    assert status == 2, output
+    return output
 
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "recipes").iterdir()), ids=lambda path: path.stem)
@@ -93,9 +102,8 @@ def test_a_run_that_fails_loses_no_other(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--only", "--plot"])
 def test_settings_that_the_file_lacks_are_refused(file: Path, tmp_path: Path, option: str) -> None:
-    done = compare(file, option, "muon", "--out", str(tmp_path / "out"))
-    assert done.returncode == 2
-    assert "has no settings named muon: it has plain, one row, no rate" in done.stderr
+    said = refused(file, option, "muon", "--out", str(tmp_path / "out"))
+    assert "has no settings named muon: it has plain, one row, no rate" in said
 
 
 @pytest.mark.parametrize(
@@ -123,9 +131,8 @@ def test_the_length_of_a_batch_warm_up_is_not_made_equal(file: Path, tmp_path: P
     settings = yaml.safe_load(file.read_text())
     settings["settings"]["one row"][-1:] = ["train.batch_warmup={rows: 1, steps: 9}"]
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
-    done = compare(file, "--equal", "operations", "--out", str(tmp_path / "out"))
-    assert done.returncode == 2
-    assert "settings 'one row': train.batch_warmup is allowed with --equal steps only" in done.stderr
+    said = refused(file, "--equal", "operations", "--out", str(tmp_path / "out"))
+    assert "settings 'one row': train.batch_warmup is allowed with --equal steps only" in said
 
 
 def test_runs_of_another_configuration_and_cut_off_lines_are_no_results(tmp_path: Path) -> None:
