@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Mutation(NamedTuple):
-    """In `file`, `old` (which is there once) becomes `new`; one of `tests` (files or node ids of pytest) must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
+from mutation import Mutation
+from mutations_of_commands import COMMANDS, PLAN
+from mutations_of_reason_and_csrc import CPP, STAGE_B
 
 MUTATIONS = (
     # kernels
@@ -422,4 +413,12 @@ MUTATIONS = (
         "self._expiring.items() if expires < step]",
         ("tests/reason/test_memory.py", "tests/reason/test_episodic_index.py"),
     ),
+    # plan
+    *PLAN,
+    # commands
+    *COMMANDS,
+    # stage B
+    *STAGE_B,
+    # C++
+    *CPP,
 )
