@@ -22,6 +22,7 @@ from cdrmix.config.schema_reasoning import Phases
 from cdrmix.errors import CheckpointError
 from cdrmix.eval.perplexity import Baselines, HeldOut, Score
 from cdrmix.hf.card import STAGE_A_ONLY
+from cdrmix.inference.sampling import Sampling
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training.distributed import DistributedContext
@@ -124,6 +125,50 @@ def test_generate_streams_and_repeats(finished: RunFolder, capsys: pytest.Captur
     assert "seed must be at least 0" in capsys.readouterr().err
     assert main(["generate", "--model", str(finished.path), "--prompt", "\udcff"]) == 2
     assert "a prompt must be UTF-8 text" in capsys.readouterr().err
+
+
+def test_every_option_of_sampling_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    class Model:
+        drafts = None
+
+        def stream(self, prompts: list[str], sampling: Sampling, *, speculative: bool) -> list[tuple[int, str]]:
+            asked.append((prompts, sampling, speculative))
+            return []
+
+        def sample(self, prompts: list[str], samples: int, sampling: Sampling, *, speculative: bool) -> list[list[str]]:
+            asked.append((prompts, samples, sampling, speculative))
+            return [[]] * len(prompts)
+
+    monkeypatch.setattr("cdrmix.hf.load.load", lambda model, device: Model())
+    numbers = [
+        "--temperature",
+        "0.5",
+        "--top-p",
+        "0.6",
+        "--top-k",
+        "7",
+        "--min-p",
+        "0.1",
+        "--repetition-penalty",
+        "1.5",
+    ]
+    command = ["generate", "--model", "any", "--prompt", "a", *numbers, "--seed", "3", "--max-new-tokens", "9"]
+    command += ["--stop", "x", "--stop", "y"]
+    assert main(command) == 0
+    assert main([*command, "--samples", "2", "--speculative"]) == 0
+    sampling = Sampling(
+        temperature=0.5,
+        top_p=0.6,
+        top_k=7,
+        min_p=0.1,
+        repetition_penalty=1.5,
+        seed=3,
+        max_new_tokens=9,
+        stop=("x", "y"),
+    )
+    assert asked == [(["a"], sampling, False), (["a"], 2, sampling, True)]
 
 
 def test_export_and_compare(workspace: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,9 @@ from in_process import main
 
 from cdrmix.doctor import checks as doctor_checks
 from cdrmix.doctor import gradients
-from cdrmix.doctor.findings import configuration
+from cdrmix.doctor.findings import Finding, configuration
 from cdrmix.doctor.parallel import work
+from cdrmix.run_folder import RunFolder
 from cdrmix.training.engine import Engine
 
 NAMES = [
@@ -51,6 +52,28 @@ def failed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 def test_this_machine_passes(failed: Callable[[], list[str]]) -> None:
     assert failed() == []
+
+
+def test_one_check_that_fails_is_the_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for passed in (True, False):
+        findings = [Finding("one", True, "a"), Finding("other", passed, "b", "c"), Finding("last", True, "d")]
+        made = [lambda finding=finding: finding for finding in findings]
+        monkeypatch.setattr("cdrmix.doctor.report.checks", lambda folder, device, made=made: made)
+        assert main(["doctor", "--device", "cpu", "--folder", str(tmp_path)]) == (0 if passed else 1)
+        assert f"{2 + passed} of 3 checks passed" in capsys.readouterr().out
+
+
+def test_a_changed_bit_must_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the checkpoint must be whole before."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"weights")
+    monkeypatch.setattr(doctor_checks, "list_checkpoints", lambda folder: [tmp_path])
+    for whole, noticed, passed in (([], ["damage"], True), ([], [], False), (["damage"], ["damage"], False)):
+        told = iter([whole, noticed])
+        monkeypatch.setattr(doctor_checks, "damages", lambda checkpoint, told=told: next(told))
+        assert doctor_checks._checkpoint([RunFolder(tmp_path)]).passed == passed
 
 
 @pytest.mark.slow

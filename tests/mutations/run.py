@@ -4,13 +4,17 @@
     python tests/mutations/run.py --only decay ties     those whose name has one of these words
     python tests/mutations/run.py --slow                with the tests of `make test-all`
     python tests/mutations/run.py --tests REVISION      with the tests as they were at a commit
+    python tests/mutations/run.py --jobs 1              one error at a time; by default as many as there are CPUs
 
-Exit code 0: every error was found. 1: one was not. 2: a test that found one fails without any error too.
+Each job has a copy of its own. For an error in csrc/ the extensions that it affects are built in the copy.
+Exit code 0: every error was found. 1: one was not, or is not valid: it does not compile, or the tests cannot be
+collected. 2: a test that found one fails without any error too.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import resource
@@ -18,12 +22,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mutations import MUTATIONS, Mutation
+from mutation import Mutation
+from mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 900  # seconds for the tests of one mutation
@@ -37,18 +43,31 @@ class Outcome(NamedTuple):
     seconds: float
 
     @property
+    def valid(self) -> bool:
+        """Whether the tests ran. Codes 2 to 5: the code does not compile or cannot be imported, or the tests are not
+        there."""
+        return self.code is None or self.code < 2
+
+    @property
     def found(self) -> bool:
-        """Whether a test failed. An error of collection (code 2 to 5) is no finding: the mutation is not valid Python,
-        or the tests are not there."""
-        return self.code is None or self.code == 1 or self.code < 0
+        """Whether a test failed."""
+        return self.valid and self.code != 0
 
 
-def copy_project(folder: Path, tests: str | None) -> dict[str, str]:
-    """Copies the tracked files and the built extension. Returns the environment in which Python imports the copy."""
+class Copy(NamedTuple):
+    """A copy of the project, and the environment in which Python imports it."""
+
+    tree: Path
+    environment: dict[str, str]
+
+
+@functools.cache
+def own_copy(folder: Path, tests: str | None) -> Copy:
+    """The copy of this process below `folder`: the tracked files and the built extensions."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    extensions = [str(path.relative_to(ROOT)) for path in (ROOT / "cdrmix").glob("*.so")]
-    tree = folder / "tree"
-    for name in [*names.strip("\0").split("\0"), *extensions]:
+    own = Path(tempfile.mkdtemp(dir=folder))
+    tree, site = own / "tree", own / "site"
+    for name in [*names.strip("\0").split("\0"), *extensions()]:
         source, target = ROOT / name, tree / name
         if source.is_symlink() or source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -57,15 +76,23 @@ def copy_project(folder: Path, tests: str | None) -> dict[str, str]:
         shutil.rmtree(tree / "tests")
         archive = subprocess.run(["git", "archive", tests, "tests"], cwd=ROOT, check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x"], cwd=tree, input=archive, check=True)
-    site = folder / "site"
     site.mkdir()
     (site / "cdrmix").symlink_to(tree / "cdrmix")
-    return os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+    environment = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+    imported = subprocess.run(
+        [sys.executable, "-c", "import cdrmix; print(cdrmix.__file__)"],
+        cwd=tree, env=environment, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    assert imported.startswith(str(own)), f"the tests would import {imported.strip()}, not the copy"
+    return Copy(tree, environment)
 
 
-def run_tests(
-    tree: Path, environment: Mapping[str, str], tests: Iterable[str], *, slow: bool, most_failures: int = 1
-) -> Outcome:
+def extensions() -> list[str]:
+    """The built C++ extensions."""
+    return [str(path.relative_to(ROOT)) for path in (ROOT / "cdrmix").glob("*.so")]
+
+
+def run_tests(copy: Copy, tests: Iterable[str], *, slow: bool, most_failures: int = 1) -> Outcome:
     """Runs tests in the copy. Stops after `most_failures` failures (0: never)."""
     marks = "not gpu" if slow else "not gpu and not slow"
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider"]
@@ -73,7 +100,7 @@ def run_tests(
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
         done = subprocess.run(
-            command, cwd=tree, env=environment, check=False, capture_output=True, text=True, timeout=TIMEOUT
+            command, cwd=copy.tree, env=copy.environment, check=False, capture_output=True, text=True, timeout=TIMEOUT
         )
         code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired:
@@ -87,13 +114,38 @@ def run_tests(
     return Outcome(code, failed or crashed, seconds)
 
 
-def mutate(tree: Path, mutation: Mutation) -> None:
-    """Puts the error into the copy."""
-    path = tree / mutation.file
+def check(folder: Path, revision: str | None, slow: bool, mutation: Mutation) -> Outcome:
+    """Puts the error into the copy of this process, runs its tests, and restores the copy."""
+    copy = own_copy(folder, revision)
+    path = copy.tree / mutation.file
     text = path.read_text(encoding="utf-8")
     if text.count(mutation.old) != 1:
         sys.exit(f"{mutation.file} has {text.count(mutation.old)} times, not once: {mutation.old!r}")
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    compiled = mutation.file.startswith("csrc/")
+    try:
+        if compiled and not build(copy, mutation.file):
+            return Outcome(2, "it does not compile", 0.0)
+        return run_tests(copy, mutation.tests, slow=slow)
+    finally:
+        for name in [mutation.file, *(extensions() if compiled else [])]:
+            shutil.copy2(ROOT / name, copy.tree / name)
+
+
+def build(copy: Copy, file: str) -> bool:
+    """Builds the extensions that a file of csrc/ is a part of. Returns whether they compile."""
+    script = Path(__file__).with_name("build_extensions.py")
+    done = subprocess.run(
+        [sys.executable, script, file], cwd=copy.tree, env=copy.environment, check=False, capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        print(done.stderr[-3000:], file=sys.stderr)
+    return done.returncode == 0
+
+
+def check_clean(folder: Path, revision: str | None, slow: bool, tests: Iterable[str]) -> Outcome:
+    """Runs tests in the copy of this process without an error in it."""
+    return run_tests(own_copy(folder, revision), tests, slow=slow, most_failures=0)
 
 
 def main() -> int:
@@ -102,31 +154,23 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="errors whose name has one of these")
     parser.add_argument("--slow", action="store_true", help="also the tests with the marker slow")
     parser.add_argument("--tests", metavar="REVISION", help="take the tests from this commit")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="errors at once (default: CPUs)")
     options = parser.parse_args()
     chosen = [each for each in MUTATIONS if any(word in each.name for word in options.only)]
     missed, finders = [], []
-    with tempfile.TemporaryDirectory(prefix="cdrmix-mutations-") as name:
-        folder = Path(name)
-        environment = copy_project(folder, options.tests)
-        tree = folder / "tree"
-        imported = subprocess.run(
-            [sys.executable, "-c", "import cdrmix; print(cdrmix.__file__)"],
-            cwd=tree, env=environment, check=True, capture_output=True, text=True,
-        ).stdout  # fmt: skip
-        assert imported.startswith(name), f"the tests would import {imported.strip()}, not the copy"
-        print("| error | file | found by | CPU seconds |\n|---|---|---|---|")
-        for mutation in chosen:
-            mutate(tree, mutation)
-            outcome = run_tests(tree, environment, mutation.tests, slow=options.slow)
-            shutil.copy2(ROOT / mutation.file, tree / mutation.file)
+    with tempfile.TemporaryDirectory(prefix="cdrmix-mutations-") as name, ProcessPoolExecutor(options.jobs) as jobs:
+        arguments = Path(name), options.tests, options.slow
+        print("| error | file | found by | CPU seconds |\n|---|---|---|---|", flush=True)
+        for mutation, outcome in zip(chosen, jobs.map(functools.partial(check, *arguments), chosen), strict=True):
             if outcome.found:
-                finders.append(outcome.failed if outcome.code == 1 else mutation.tests[0])
+                finders += outcome.failed.split(", ") if outcome.code == 1 else mutation.tests[:1]
+                by = f"`{outcome.failed.removeprefix('tests/')}`"
             else:
                 missed.append(mutation)
-            by = f"`{outcome.failed.removeprefix('tests/')}`" if outcome.found else "**nothing**"
+                by = "**nothing**" if outcome.valid else f"**not valid**: {outcome.failed}"
             print(f"| {mutation.name} | `{mutation.file}` | {by} | {outcome.seconds:.0f} |", flush=True)
-        clean = run_tests(tree, environment, finders, slow=options.slow, most_failures=0) if finders else None
-    print(f"\n{len(finders)} of {len(chosen)} found.")
+        clean = jobs.submit(check_clean, *arguments, finders).result() if finders else None
+    print(f"\n{len(chosen) - len(missed)} of {len(chosen)} found.")
     if clean is not None and clean.code != 0:
         print(f"without any error fails, too: {clean.failed}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel
 from cdrmix.model.prediction import Depths
 from cdrmix.plan.flops import training_flops_per_token
+from cdrmix.plan.foreign import foreign_size
 from cdrmix.plan.optimizer import optimizer_size
+from cdrmix.plan.plan import pipeline_share
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -116,10 +119,33 @@ def test_muon_takes_less_than_a_twentieth_of_a_released_step() -> None:
 
 def test_the_operations_of_muon_are_counted_by_hand() -> None:
     """Of the experts of base/tiny.yaml, with gates and ups apart; and of the projections."""
-    overrides = ["train.optimizer=muon", "model.feed_forward.activation=swiglu", "train.optimizer.iterations=1"]
+    overrides = ["train.optimizer=muon", "model.feed_forward.activation=swiglu", "train.optimizer.iterations=3"]
     config = Config.from_yaml(CONFIGS / "base" / "tiny.yaml", overrides)
     square, wide = 4 * 128**3 + 2 * 128**3, 4 * 128**2 * 256 + 2 * 128**3
     blocks, experts, projections = 4, 8, 4
-    expected = blocks * (experts * 3 * wide + projections * square)
+    expected = 3 * blocks * (experts * 3 * wide + projections * square)  # three iterations
     assert optimizer_size(config).operations == expected
     assert training_flops_per_token(config).muon == expected // (8 * 256)
+
+
+def test_frozen_weights_have_no_gradient(tmp_path: Path) -> None:
+    """4 operations of a frozen parameter, 6 of one that is trained; adapters alone are trained."""
+    described = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(described | {"num_hidden_layers": 2, "num_attention_heads": 4}))
+    path, model = CONFIGS / "cpt-tiny.yaml", f"model.path={tmp_path}"
+    plain, adapted = (Config.from_yaml(path, [model, *more]) for more in ([], ["model.lora={rank: 4}"]))
+    adapters = foreign_size(adapted).trained
+    whole, frozen = training_flops_per_token(plain), training_flops_per_token(adapted)
+    assert whole.parameters == 6 * whole.active_parameters
+    assert frozen.active_parameters == whole.active_parameters + adapters
+    assert frozen.parameters == 4 * whole.active_parameters + 6 * adapters
+
+
+def test_the_stages_of_a_pipeline_wait_for_it_to_fill_and_to_empty() -> None:
+    """Of four micro-batches in two stages each stage waits for one."""
+    shares = []
+    for stages in (1, 2):
+        overrides = [f"train.pipeline_parallel={stages}", "train.micro_batch_rows=2"]
+        train = Config.from_yaml(CONFIGS / "base" / "tiny.yaml", overrides).train
+        shares.append(pipeline_share(train, stages))
+    assert shares == [1, 4 / 5]

@@ -146,6 +146,21 @@ def test_processes_divide_a_step() -> None:
         phase.losses(model, 0, 0, 3)
 
 
+def test_processes_roll_out_other_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, model, source = make()
+    batch, asked = source.batch, []
+
+    def noted(numbers: list[int], chunks: int) -> Any:
+        asked.extend(numbers)
+        return batch(numbers, chunks)
+
+    monkeypatch.setattr(source, "batch", noted)
+    phase = AcceptancePhase(config, source)
+    for rank in range(2):
+        phase.losses(model, 1, rank, 2)
+    assert sorted(asked) == list(range(8, 16))
+
+
 @pytest.mark.usefixtures("judged")
 def test_micro_batches_change_only_rounding() -> None:
     """Rollouts are sampled row by row in order, so passes of 16 rows make (nearly) the decisions of a pass of 64."""
@@ -223,6 +238,25 @@ def test_measures_of_a_rule() -> None:
     every, none = (measure(controller, source, rule, numbers, 6) for rule in (always, never))
     assert (every["accept_good"], every["accept_bad"]) == (1.0, 1.0)
     assert (none["accept_good"], none["accept_bad"]) == (0.0, 0.0)
+
+
+def test_the_committed_shares_are_of_good_and_of_bad_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every good chunk is committed, and the bad ones of the first of five episodes."""
+    config, model, source = make()
+    assert config.reasoning is not None
+    numbers = range(FIRST_HELD_OUT, FIRST_HELD_OUT + 5)
+    good_BN = source.batch(numbers, 6).good_BN
+    committed_BN = good_BN.clone()
+    committed_BN[0] = True
+    plain = acceptance.read
+    decided = committed_BN.long()
+    monkeypatch.setattr(acceptance, "read", lambda *arguments: plain(*arguments)._replace(actions_BN=decided))
+    controller = Controller(model.language_model, config.reasoning)
+    measured = measure(controller, source, always, numbers, 6)
+    bad, of_first = int((~good_BN).sum()), int((~good_BN[0]).sum())
+    assert 0 < of_first < bad
+    assert measured["accept_good"] == 1
+    assert measured["accept_bad"] == pytest.approx(of_first / bad)
 
 
 def test_chunks_beyond_the_step_budget_are_not_read() -> None:

@@ -108,6 +108,17 @@ def test_eviction_takes_what_was_used_the_longest_time_ago(folder: Path) -> None
     assert index.tokens == 16
 
 
+def test_what_was_read_is_kept_for_longer_in_later_steps(folder: Path) -> None:
+    index = EpisodicIndex(folder, DIM, 16)
+    for number in range(4):
+        index.commit(staged(number), step=number)
+    changes = Staged()
+    changes.use(index.search(key(0)[None], 1, step=4)[0])
+    assert index.commit(changes, step=4) == []
+    index.commit(staged(10), step=5)
+    assert sorted(index._kept.episodes) == [0, 2, 3, 4]
+
+
 def test_the_expired_are_not_found_and_then_gone(folder: Path) -> None:
     index = EpisodicIndex(folder, DIM, 1000)
     index.commit(staged(1, expires=5), step=0)
