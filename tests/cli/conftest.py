@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from built_once import built_once
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
 from in_process import main
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from cdrmix import workflow
 from cdrmix.inference.checkpoints import list_checkpoints
 
 TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
@@ -46,6 +50,35 @@ def toy_arguments(text: Path, folder: Path, *more: str) -> list[str]:
     where = [f"run.root={folder / 'runs'}", f"data.cache={folder / 'cache'}"]
     source = ["data.source.kind=text", f"data.source.paths=[{text}]", "data.valid_fraction=0.25"]
     return ["--config", str(TINY), *TOY, *where, *source, *more]
+
+
+SAVE, ARRANGE = Figure.savefig, ConstrainedLayoutEngine.execute
+
+
+def save_blank(figure: Figure, file: io.BytesIO, **options: object) -> None:
+    file.write(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def blank_pictures() -> Iterator[None]:
+    """The figures of reports are made but not drawn: to draw them takes longer than a toy training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save_blank)
+        patch.setattr(ConstrainedLayoutEngine, "execute", lambda engine, figure: None)
+        yield
+
+
+@pytest.fixture
+def drawn_pictures(blank_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of the pictures themselves."""
+    monkeypatch.setattr(Figure, "savefig", SAVE)
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", ARRANGE)
+
+
+@pytest.fixture
+def training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end with their last step: no evaluation on held-out text, export, sample and report."""
+    monkeypatch.setattr(workflow, "_after_training", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,10 @@ import torch
 from in_process import main
 
 import cdrmix
+from cdrmix import workflow
 from cdrmix.training.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("training_alone")
 
 Arguments = Callable[..., list[str]]
 NAME = "blocks.1.feed_forward.w_up"
@@ -28,7 +31,9 @@ def train(arguments: Arguments, root: Path, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(arguments, tmp_path_factory.mktemp("plain"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workflow, "_after_training", lambda *_: None)
+        return train(arguments, tmp_path_factory.mktemp("plain"))
 
 
 def rows(run: Path) -> list[dict[str, object]]:
