@@ -11,7 +11,6 @@ import torch
 from in_process import main
 
 import cdrmix
-from cdrmix import workflow
 from cdrmix.training.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("training_alone")
@@ -30,10 +29,8 @@ def train(arguments: Arguments, root: Path, *more: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workflow, "_after_training", lambda *_: None)
-        return train(arguments, tmp_path_factory.mktemp("plain"))
+def plain(training_alone: None, arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(arguments, tmp_path_factory.mktemp("plain"))
 
 
 def rows(run: Path) -> list[dict[str, object]]:

@@ -11,7 +11,6 @@ import pytest
 from in_process import main
 
 import cdrmix
-from cdrmix import workflow
 from cdrmix.data.batch import Batch
 from cdrmix.errors import NonFiniteLossError
 from cdrmix.model.loss import Losses
@@ -59,9 +58,8 @@ class Rows:
 
 
 @pytest.fixture(scope="module")
-def plain(arguments: Arguments, workspace: Path) -> Sequence[Row]:
+def plain(training_alone: None, arguments: Arguments, workspace: Path) -> Sequence[Row]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workflow, "_after_training", lambda *_: None)
         found = Rows(patch)
         train(arguments, workspace / "plain", f"train.steps={2 * STEPS}")
     assert len(set(found.seen)) == len(found.seen) == 2 * STEPS
