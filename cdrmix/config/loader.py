@@ -11,6 +11,7 @@ are plain data: a tag never constructs an object.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -230,10 +231,8 @@ def _parse(text: str, location: Location, key: str, problems: list[Problem]) -> 
     def at(line: int) -> Location:
         return Location(location.source, line if location.line else 0)
 
-    reader = _Reader("")
     try:
-        reader = _Reader(text)
-        node = reader.get_single_node()
+        node = _compose(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = ", ".join(part for part in (error.context, error.problem) if part)
@@ -244,11 +243,20 @@ def _parse(text: str, location: Location, key: str, problems: list[Problem]) -> 
     except RecursionError as error:
         allowed = f"at most {MAX_DEPTH} nested mappings or lists"
         raise _UnreadableError(at(1), "nested too deep", allowed) from error
-    finally:
-        reader.dispose()
     if node is None:
         return Node(None, location, blank=True)
     return _Conversion(location, problems).convert(node, location, key, 0)
+
+
+@functools.lru_cache(maxsize=256)  # a command reads its files several times, and PyYAML takes 50 ms for one
+def _compose(text: str) -> yaml.Node | None:
+    """The YAML nodes of a text. They must not be changed."""
+    reader = _Reader("")
+    try:
+        reader = _Reader(text)
+        return reader.get_single_node()
+    finally:
+        reader.dispose()
 
 
 class _Conversion:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +17,12 @@ from built_once import built_once
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
 from in_process import main
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from cdrmix import plugins, workflow
 from cdrmix.inference.checkpoints import list_checkpoints
+from cdrmix.registry import Registry
 
 TINY = Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml"
 TOY = (
@@ -46,6 +52,38 @@ def toy_arguments(text: Path, folder: Path, *more: str) -> list[str]:
     where = [f"run.root={folder / 'runs'}", f"data.cache={folder / 'cache'}"]
     source = ["data.source.kind=text", f"data.source.paths=[{text}]", "data.valid_fraction=0.25"]
     return ["--config", str(TINY), *TOY, *where, *source, *more]
+
+
+SAVE, ARRANGE = Figure.savefig, ConstrainedLayoutEngine.execute
+
+
+def save_blank(figure: Figure, file: io.BytesIO, **options: object) -> None:
+    file.write(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_endings() -> Iterator[None]:
+    """A run ends with a sample of few tokens and blank pictures: else the end takes longer than a toy training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workflow, "SAMPLE", dataclasses.replace(workflow.SAMPLE, max_new_tokens=8))
+        patch.setattr(Figure, "savefig", save_blank)
+        patch.setattr(ConstrainedLayoutEngine, "execute", lambda engine, figure: None)
+        yield
+
+
+@pytest.fixture
+def drawn_pictures(short_endings: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of the pictures themselves."""
+    monkeypatch.setattr(Figure, "savefig", SAVE)
+    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", ARRANGE)
+
+
+@pytest.fixture(scope="module")
+def training_alone() -> Iterator[None]:
+    """Runs end with their last step: no evaluation on held-out text, no export, sample and report."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workflow, "_after_training", lambda *_: None)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -103,6 +141,22 @@ def install_plugin() -> Callable[..., dict[str, str]]:
     """`install_plugin(folder, module, entry)`: makes a distribution below the folder with the module `toy_plugin` of
     this text and one entry point. Returns the environment of a process that has it installed."""
     return install
+
+
+@pytest.fixture
+def install_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`install_here(module, entry)`: for one test, this process has the plugin, which is not loaded yet."""
+
+    def install_once(module: str, entry: str = "toy_plugin") -> None:
+        install(tmp_path, module, entry)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setitem(sys.modules, "toy_plugin", plugins)  # what is there now is gone after the test
+        del sys.modules["toy_plugin"]
+        monkeypatch.setattr(plugins, "_loaded", {})
+        for registry in Registry._all.values():
+            monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+    return install_once
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,7 @@ def test_a_run_folder_holds_everything_and_its_path_is_the_last_line(workspace: 
         assert line in finished.log.read_text()
 
 
+@pytest.mark.usefixtures("drawn_pictures")
 def test_the_report_needs_no_network_and_escapes_what_it_shows(
     finished: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,8 @@ from in_process import main
 import cdrmix
 from cdrmix.training.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("training_alone")
+
 Arguments = Callable[..., list[str]]
 NAME = "blocks.1.feed_forward.w_up"
 # Without clipping: the norm of all gradients would carry a change of one to all others.
@@ -27,7 +29,7 @@ def train(arguments: Arguments, root: Path, *more: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(training_alone: None, arguments: Arguments, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(arguments, tmp_path_factory.mktemp("plain"))
 
 

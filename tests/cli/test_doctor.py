@@ -34,8 +34,10 @@ NAMES = [
 
 @pytest.fixture
 def failed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    """Runs the command, and returns the names of the checks that failed."""
+    """Runs the command on short rows and one thread, and returns the names of the checks that failed."""
     monkeypatch.setattr(doctor_checks, "DISK_BYTES", 1 << 25)
+    less = ("run.threads=1", "data.row_length=16", "model.d_model=64", "train.steps=4", "train.checkpoint_every=2")
+    monkeypatch.setattr(doctor_checks, "configuration", lambda *of_all: configuration(*of_all, *less))
 
     def run() -> list[str]:
         status = main(["doctor", "--device", "cpu", "--json", "--folder", str(tmp_path / "disk")])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
+import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import forked
 import pytest
@@ -24,6 +27,7 @@ from cdrmix.eval.rows import read_rows
 from cdrmix.eval.suites import SUITES, suites
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.trackers import log_evaluations
+from cdrmix.watch import watcher, worker
 from cdrmix.watch.attached import AttachedWatcher
 
 PLUGIN = """
@@ -119,13 +123,43 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def test_once(run: Path, start: Callable[..., Forked]) -> None:
-    watch = start("eval", "watch", str(run), "--once", "--suite", "fine", "evaluation.niceness=1")
-    until((run / "eval" / "state.json").is_file, "an evaluation begins")
-    shutil.rmtree(run / "checkpoints" / "step-00000004")  # as train.keep_last does
-    watch.wait(SECONDS)
-    said = watch.output
-    assert watch.returncode == 0, said
+class Worker:
+    """A copy of this process that evaluates: what the watcher needs of `subprocess.Popen`, and it imports nothing."""
+
+    def __init__(self, command: list[str], *, stdout: IO[bytes], env: dict[str, str], **_: object) -> None:
+        assert command[:-1] == [sys.executable, "-m", "cdrmix.watch.worker"]
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.setsid()
+                os.dup2(stdout.fileno(), 1)
+                os.dup2(stdout.fileno(), 2)
+                os.environ.update(env)
+                status = worker.main(worker.Job(**json.loads(command[-1])))
+            except BaseException:  # noqa: BLE001 - the copy must not go on with the tests
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+
+    def poll(self) -> int | None:
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def test_once(
+    run: Path, install_here: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint is deleted when its evaluation begins, as train.keep_last does."""
+
+    def begin(command: list[str], **options: Any) -> Worker:
+        shutil.rmtree(run / "checkpoints" / "step-00000004")
+        return Worker(command, **options)
+
+    install_here(PLUGIN)
+    monkeypatch.setattr(watcher, "subprocess", types.SimpleNamespace(Popen=begin, DEVNULL=subprocess.DEVNULL))
+    assert main(["eval", "watch", str(run), "--once", "--suite", "fine", "evaluation.niceness=1"]) == 0
+    said = capsys.readouterr().out
     assert "fine (step 4)  absent  not measured: no data set" in said
     assert told(run) == [(2, None, "skipped"), (4, "fine", "measured")]
     row = rows_of(run)[-1]

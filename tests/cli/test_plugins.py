@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_process import main
 
 from cdrmix.errors import ConfigError, PluginError
 
@@ -129,6 +130,19 @@ OVERRIDES = (
 )
 
 
+NAMES = """
+from cdrmix.data.sources.base import SOURCES
+from cdrmix.data.tasks.example import Length, task
+from cdrmix.model.mixers.base import MIXERS
+from cdrmix.training.optim import OPTIMIZERS
+
+MIXERS("pointwise")(object)
+OPTIMIZERS("nadam")(object)
+SOURCES("counting")(object)
+task("backwards", Length())(lambda rng, difficulty: None)
+"""
+
+
 def cdrmix(environment: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "import sys; from cdrmix.cli import main; sys.exit(main())", *options]
     return subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
@@ -171,15 +185,15 @@ def test_a_run_uses_the_entries_of_a_plugin(
     ],
 )
 def test_a_name_that_no_plugin_registers_is_refused(
-    tmp_path: Path,
     arguments: Callable[..., list[str]],
-    install_plugin: Callable[..., dict[str, str]],
+    install_here: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
     override: str,
     message: str,
 ) -> None:
-    done = cdrmix(install_plugin(tmp_path, PLUGIN), "train", *arguments(override))
-    assert done.returncode == ConfigError.exit_code, done.stderr
-    assert message in done.stderr
+    install_here(NAMES)
+    assert main(["train", *arguments(override)]) == ConfigError.exit_code
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -192,13 +206,14 @@ def test_a_name_that_no_plugin_registers_is_refused(
     ],
 )
 def test_a_broken_plugin_is_named(
-    tmp_path: Path,
     arguments: Callable[..., list[str]],
-    install_plugin: Callable[..., dict[str, str]],
+    install_here: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
     module: str,
     entry: str,
     reason: str,
 ) -> None:
-    done = cdrmix(install_plugin(tmp_path, module, entry), "validate", *arguments())
-    assert done.returncode == PluginError.exit_code, done.stderr
-    assert f"the plugin 'toy' = '{entry}' of the distribution toy-distribution 1.2 {reason}" in done.stderr
+    install_here(module, entry)
+    assert main(["validate", *arguments()]) == PluginError.exit_code
+    error = capsys.readouterr().err
+    assert f"the plugin 'toy' = '{entry}' of the distribution toy-distribution 1.2 {reason}" in error

@@ -171,6 +171,7 @@ def test_stage_b_begins_with_a_trained_backbone(
     assert {row["phase"] for row in read_metrics(run / "metrics.jsonl")} == {"acceptance"}
 
 
+@pytest.mark.usefixtures("training_alone")
 def test_stage_b_begins_with_the_running_average_of_stage_a(arguments: Arguments, tmp_path: Path) -> None:
     """The acceptance phase trains only heads, so the language model after it is the one that it started with."""
     overrides = arguments(*REASON, f"run.root={tmp_path}")

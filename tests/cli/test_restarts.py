@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -181,13 +182,17 @@ def test_a_defect_that_comes_again_ends_the_run(
     "text", ["[enforce fail] can't allocate memory", f"unable to mmap 8 bytes: {os.strerror(errno.ENOMEM)}"]
 )
 def test_memory_that_the_evaluation_at_the_end_exhausts(
+    toy_run: Path,
     arguments: Callable[..., list[str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     text: str,
 ) -> None:
-    command = ["train", *arguments(f"run.root={tmp_path}")]
+    """Of a run whose last checkpoint is there, and which is not evaluated yet."""
+    run = RunFolder.open(shutil.copytree(toy_run, tmp_path / toy_run.name))
+    run.update_summary({"held_out_step": None, "finished": False})
+    command = ["train", *arguments(f"run.root={tmp_path}"), "--resume", "auto"]
 
     def exhausts(*_: object) -> None:
         raise RuntimeError(text)
@@ -196,5 +201,7 @@ def test_memory_that_the_evaluation_at_the_end_exhausts(
         patch.setattr(workflow, "measure", exhausts)
         assert main(command) == OutOfMemoryError.exit_code
     assert "The training is complete" in capsys.readouterr().err
-    assert main([*command, "--resume", "auto"]) == 0
+    assert not run.summary()["finished"]
+    assert main(command) == 0
+    assert run.summary()["finished"]
     assert "Stage A is already complete" in capsys.readouterr().out

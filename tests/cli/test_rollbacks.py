@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ from cdrmix.model.loss import Losses
 from cdrmix.training import faults
 from cdrmix.training.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("training_alone")
+
 Arguments = Callable[..., list[str]]
+Row = tuple[int, ...]
 STEPS = 8
 RUN = (
     f"train.steps={STEPS}",
@@ -34,11 +37,15 @@ def train(arguments: Arguments, root: Path, *more: str, **options: Any) -> Path:
 
 
 class Rows:
-    """Notes the rows of each step, and multiplies the loss of some rows."""
+    """Notes the rows of each step, and multiplies the loss of some rows.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[int, ...]] = []
-        self.bad: set[tuple[int, ...]] = set()
+    plain: the rows of an undisturbed run of twice as many steps, of one row each.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, plain: Sequence[Row] = ()) -> None:
+        self.plain = plain
+        self.seen: list[Row] = []
+        self.bad: set[Row] = set()
         self.factor = float("nan")
         forward = Engine.forward
 
@@ -50,13 +57,18 @@ class Rows:
         monkeypatch.setattr(Engine, "forward", noted)
 
 
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch, arguments: Arguments, tmp_path: Path) -> Rows:
-    """`seen` has the rows of an undisturbed run of twice as many steps, of one row each."""
-    found = Rows(monkeypatch)
-    train(arguments, tmp_path / "plain", f"train.steps={2 * STEPS}")
+@pytest.fixture(scope="module")
+def plain(training_alone: None, arguments: Arguments, workspace: Path) -> Sequence[Row]:
+    with pytest.MonkeyPatch.context() as patch:
+        found = Rows(patch)
+        train(arguments, workspace / "plain", f"train.steps={2 * STEPS}")
     assert len(set(found.seen)) == len(found.seen) == 2 * STEPS
-    return found
+    return tuple(found.seen)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch, plain: Sequence[Row]) -> Rows:
+    return Rows(monkeypatch, plain)
 
 
 class Stop(cdrmix.Callback):
@@ -77,11 +89,10 @@ def steps_of(run: Path) -> list[int]:
 
 def test_rows_with_nan_are_passed_over(rows: Rows, arguments: Arguments, tmp_path: Path) -> None:
     """The losses of steps 4 and 5 are NaN; from step 3 on again, so are those of the second and the third."""
-    plain, rows.seen = rows.seen, []
-    rows.bad = {plain[step] for step in (3, 4, 6, 7)}
+    rows.bad = {rows.plain[step] for step in (3, 4, 6, 7)}
     run = train(arguments, tmp_path / "run", "train.skip.rollbacks=2")
     first, second = [0, 1, 2, 3, 4], [5, 6, 7]  # then back to step 2
-    assert rows.seen == [plain[step] for step in (*first, *second, *range(8, 14))]
+    assert rows.seen == [rows.plain[step] for step in (*first, *second, *range(8, 14))]
     recorded = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines()]
     assert [(fault["step"], fault["rollback"]) for fault in recorded] == [(3, 2)] * 2
     assert [fault["message"] for fault in recorded] == [
@@ -101,7 +112,7 @@ def test_rows_with_nan_are_passed_over(rows: Rows, arguments: Arguments, tmp_pat
 
 def test_checkpoints_of_the_time_before_are_not_resumed_from(rows: Rows, arguments: Arguments, tmp_path: Path) -> None:
     """Of steps 4 and 6, which were skipped: the run goes back to step 2 and is broken off before step 6 comes again."""
-    rows.bad = {rows.seen[step] for step in (3, 4, 5, 6)}
+    rows.bad = {rows.plain[step] for step in (3, 4, 5, 6)}
     more = ("train.skip.nonfinite=3", "train.skip.rollbacks=1", "train.keep_last=3", "train.async_checkpoints=true")
     run = train(arguments, tmp_path / "run", *more)
     with pytest.raises(KeyboardInterrupt):
@@ -124,21 +135,21 @@ def test_spikes(
     """After three in a row the run goes back to step 8; without a checkpoint the loss has a new level."""
     monkeypatch.setattr(faults, "RECENT", 8)
     monkeypatch.setattr(faults, "MAX_CONSECUTIVE_SPIKES", 3)
-    plain, rows.seen, rows.factor = rows.seen, [], 100.0
-    rows.bad = {plain[step] for step in (8, 9, 10)}
+    rows.factor = 100.0
+    rows.bad = {rows.plain[step] for step in (8, 9, 10)}
     saved = (f"train.checkpoint_every={every}", f"train.evaluate_every={every}")  # the best is saved too
     more = ("train.steps=12", *saved, "train.keep_last=1", "train.skip.spike=6")
     train(arguments, tmp_path / "run", *more, "train.skip.rollbacks=1")
-    assert rows.seen == [plain[step] for step in (*range(11), *after)]
+    assert rows.seen == [rows.plain[step] for step in (*range(11), *after)]
 
 
 def test_more_rollbacks_than_allowed_end_the_run(rows: Rows, arguments: Arguments, tmp_path: Path) -> None:
-    rows.bad = {rows.seen[step] for step in (3, 4, 6, 7)}
+    rows.bad = {rows.plain[step] for step in (3, 4, 6, 7)}
     with pytest.raises(NonFiniteLossError, match=r"the loss is nan at step 5 .* after 1 that were skipped"):
         train(arguments, tmp_path / "run", "train.skip.rollbacks=1")
 
 
 def test_without_a_checkpoint_the_run_ends(rows: Rows, arguments: Arguments, tmp_path: Path) -> None:
-    rows.bad = {rows.seen[step] for step in (0, 1)}
+    rows.bad = {rows.plain[step] for step in (0, 1)}
     with pytest.raises(NonFiniteLossError, match="no checkpoint from before them to go back to"):
         train(arguments, tmp_path / "run", "train.skip.rollbacks=1")
