@@ -30,6 +30,7 @@ from cdrmix.plan.trace import (
     drop_gradient,
     make_fake,
     period_of,
+    traced_stage,
     with_experts_of_a_rank,
     with_layers,
 )
@@ -253,6 +254,7 @@ def trace_passes(
     """The memory of passes. trains: the parameters, by name, that get gradients; None: there is no backward pass.
     several: micro-batches in a step. Raises ConfigError for a model without kernels on the platform."""
     model = config.cdrmix_model
+    stage = traced_stage(stage)
     if stage == 3:
         model = with_experts_of_a_rank(model, config.train)
         config = config.model_copy(update={"model": model})

@@ -139,7 +139,7 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
         train.tensor_parallel,
         platform,
         zero_stage >= 2 or accumulation > 1,
-        zero_stage,
+        traced_stage(zero_stage),
     )
     layers = -(-model.layers // train.pipeline_parallel)
     if layers < model.layers:
@@ -151,6 +151,11 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
     more = fewer + period * max(1, 4 // period)
     steps = (layers - fewer) / (more - fewer)
     return _extended(_trace(traced.key(fewer), traced), _trace(traced.key(more), traced), steps).micro_batch()
+
+
+def traced_stage(zero_stage: int) -> int:
+    """The least ZeRO stage whose passes are the same: stage 1 partitions nothing that they allocate."""
+    return 0 if zero_stage == 1 else zero_stage
 
 
 @dataclass(frozen=True)

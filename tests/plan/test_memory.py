@@ -25,6 +25,8 @@ from cdrmix.plan.stage_b_fit import check_phases
 CONFIGS = Path(__file__).parents[2] / "configs"
 WORKER = Path(__file__).with_name("measure_worker.py")
 RELEASED = [f"cdrmix-{kind}-{size}" for size in ("1b", "4b", "40b", "200b") for kind in ("core", "reason")]
+# One block of time mix and one of attention: a trace takes as long as the model has operators.
+SHORT = ["model.layers=2", "model.attention_fraction=0.5"]
 PROCESSES = {"1b": 8, "4b": 8, "40b": 64, "200b": 512}
 TINY = {
     "base/tiny": [],
@@ -38,6 +40,10 @@ TINY = {
 
 def config_of(name: str, *overrides: str) -> Config:
     return Config.from_yaml(CONFIGS / f"{name}.yaml", list(overrides))
+
+
+def short(*overrides: str) -> Config:
+    return config_of("base/tiny", *SHORT, *overrides)
 
 
 def card(memory_bytes: int | None, flops: float | None = 1e15) -> Machine:
@@ -107,7 +113,7 @@ def test_a_phase_takes_no_more_than_estimated(phase: str, overrides: list[str]) 
 
 
 ONLY_POLICY = [
-    "model.layers=2",
+    "model.layers=1",
     *(f"reasoning.phases.{name}.steps=0" for name in ("plasticity", "acceptance", "imitation", "operations", "joint")),
     "reasoning.phases.operations_imitation.steps=0",
     "reasoning.phases.policy={steps: 4, episodes: 4, micro_batch: 64, train: all}",
@@ -138,7 +144,7 @@ def test_zero_3_keeps_no_casts_of_the_weights_of_other_blocks() -> None:
     keys += ["model.feed_forward.hidden=64", "model.attention_fraction=0.0"]
     working = [
         part.bytes
-        for layers in (8, 16)
+        for layers in (2, 4)
         for part in memory_of(config_of("cdrmix-core-1b", *keys, f"model.layers={layers}"), "cuda", 8).components
         if part.name == "working"
     ]
@@ -148,7 +154,7 @@ def test_zero_3_keeps_no_casts_of_the_weights_of_other_blocks() -> None:
 @pytest.mark.parametrize("name", ["operations_imitation", pytest.param("operations", marks=pytest.mark.long)])
 def test_separate_passes_need_the_memory_of_the_largest_pass(name: str) -> None:
     """Together, the gradients of all weights are whole under ZeRO-3, and all windows keep their activations."""
-    keys = ["train.zero_stage=3", f"reasoning.phases.{name}={{steps: 1, episodes: 32, train: all}}"]
+    keys = ["train.zero_stage=3", f"reasoning.phases.{name}={{steps: 1, episodes: 32, train: all}}", "model.layers=1"]
     needed = []
     for passes in ("together", "separate"):
         override = f"reasoning.phases.{name}.window_passes={passes}"
@@ -219,17 +225,19 @@ def test_likelihoods_of_answers_count_as_rollouts(key: str) -> None:
 
 
 def test_a_phase_that_does_not_fit_is_refused_with_what_would_fit() -> None:
-    config = config_of("cdrmix-reason-tiny", *ONLY_POLICY, "train.precision=bf16")
+    many = ["reasoning.phases.policy.episodes=64", "reasoning.phases.policy.micro_batch=1024"]
+    overrides = [*ONLY_POLICY, *many, "train.precision=bf16"]
+    config = config_of("cdrmix-reason-tiny", *overrides)
     (phase,) = phases_of(config, "cuda", 1)
     check_phases(config, 1, print, card(int(phase.memory.total / MAX_MEMORY_SHARE) + 1))
     small = card(int((phase.memory.total - phase.memory.tensors // 4) / MAX_MEMORY_SHARE))
     with pytest.raises(ConfigError, match=r"phase policy of cdrmix-reason-tiny takes .* in its update") as refused:
         check_phases(config, 1, print, small)
-    remedy = re.search(r"What would fit: (.*?) \(", str(refused.value))
+    remedy = re.search(r"What would fit: (.*?) \(.*; or (\d+) processes \(", str(refused.value))
     assert remedy is not None
     assert "reasoning.phases.policy.micro_batch=" in remedy[1] or "activation_checkpointing" in remedy[1]
-    remedied = config_of("cdrmix-reason-tiny", *ONLY_POLICY, "train.precision=bf16", *remedy[1].split())
-    check_phases(remedied, 1, print, small)
+    check_phases(config_of("cdrmix-reason-tiny", *overrides, *remedy[1].split()), 1, print, small)
+    check_phases(config, int(remedy[2]), print, small)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +275,7 @@ def test_two_short_models_say_what_a_long_one_takes(
 
 
 def test_every_platform_saves_what_its_own_kernels_need() -> None:
-    config = config_of("base/tiny", "model.layers=4", "train.precision=bf16", "model.rwkv.head_size=64")
+    config = short("train.precision=bf16", "model.rwkv.head_size=64")
     saved = {
         platform: memory_of(config, platform, 1).saved_by_operator  # type: ignore[arg-type]
         for platform in ("cpu", "cuda", "hip")
@@ -279,7 +287,7 @@ def test_every_platform_saves_what_its_own_kernels_need() -> None:
 
 def test_what_is_saved_grows_with_rows_and_shrinks_with_checkpointing() -> None:
     def saved(*overrides: str) -> int:
-        found = memory_of(config_of("base/tiny", "train.batch_rows=64", *overrides), "cuda", 1)
+        found = memory_of(short("train.batch_rows=64", *overrides), "cuda", 1)
         return next(part.bytes for part in found.components if part.name == "activations")
 
     one, two, four = (saved(f"train.micro_batch_rows={rows}") for rows in (2, 4, 8))
@@ -288,16 +296,17 @@ def test_what_is_saved_grows_with_rows_and_shrinks_with_checkpointing() -> None:
     assert saved("train.activation_checkpointing=true") < four / 4
 
 
-@pytest.mark.parametrize("part", ["feed_forward", "both"])
-def test_branches_that_skip_tokens_need_no_less_memory(part: str) -> None:
+def test_branches_that_skip_tokens_need_no_less_memory() -> None:
     """In the first steps they keep all tokens; the plan cannot know how many they keep later."""
-    plain = memory_of(config_of("base/tiny"), "cuda", 1)
-    skipping = memory_of(config_of("base/tiny", f"model.depth.part={part}"), "cuda", 1)
-    assert plain.total <= skipping.total < 1.3 * plain.total
+    plain, *skipping = (
+        memory_of(short(*overrides), "cuda", 1).total
+        for overrides in ([], ["model.depth.part=feed_forward"], ["model.depth.part=both"])
+    )
+    assert all(plain <= total < 1.3 * plain for total in skipping)
 
 
 def test_state_is_partitioned_as_in_zero() -> None:
-    config = config_of("base/tiny", "train.batch_rows=64", "train.micro_batch_rows=4", "train.zero_stage=auto")
+    config = short("train.batch_rows=64", "train.micro_batch_rows=4", "train.zero_stage=auto")
     stored = sum(part.bytes for part in memory_of(config, "cuda", 1).components if part.name == "weights")
 
     def state(stage: object, processes: int = 4) -> int:
@@ -315,7 +324,7 @@ def test_state_is_partitioned_as_in_zero() -> None:
 
 def test_offloaded_state_is_in_main_memory() -> None:
     memory = {
-        offload: memory_of(config_of("base/tiny", "train.zero_stage=auto", f"train.offload={offload}"), "cuda", 1)
+        offload: memory_of(short("train.zero_stage=auto", f"train.offload={offload}"), "cuda", 1)
         for offload in ("none", "optimizer", "all")
     }
     sizes = {offload: {part.name: part.bytes for part in plan.components} for offload, plan in memory.items()}
@@ -327,7 +336,7 @@ def test_offloaded_state_is_in_main_memory() -> None:
     assert memory["optimizer"].host_bytes == moved + weights
     assert "weights" not in sizes["all"]
     assert memory["all"].host_bytes == moved + weights + weights
-    on_cpu = memory_of(config_of("base/tiny", "train.zero_stage=auto", "train.offload=optimizer"), "cpu", 1)
+    on_cpu = memory_of(short("train.zero_stage=auto", "train.offload=optimizer"), "cpu", 1)
     assert on_cpu.host_bytes == 0
     assert on_cpu.tensors > weights + moved
 
@@ -335,8 +344,9 @@ def test_offloaded_state_is_in_main_memory() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks={"1b": (), "4b": pytest.mark.slow}.get(name.rsplit("-", 1)[-1], pytest.mark.long))
+        pytest.param(name, marks=pytest.mark.slow if name.endswith(("-1b", "-4b")) else pytest.mark.long)
         for name in RELEASED
+        if name != "cdrmix-core-1b"  # the test below
     ],
 )
 def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str) -> None:
@@ -355,24 +365,28 @@ def test_a_released_configuration_is_refused_on_half_of_what_it_needs(name: str)
 
 
 def test_the_1b_model_fits_as_it_is_released() -> None:
-    """On one H200 without ZeRO, and on eight cards of 80 GB with its stage 1."""
+    """On one H200 without ZeRO, and on eight cards of 80 GB with its stage 1; on no card of half of what it needs."""
     config = config_of("cdrmix-core-1b")
     for key, processes in (("h200", 1), ("h100", 8), ("a100", 8)):
         found = fit(config, machine_for(config, key, processes), processes)
         assert found.fits, (key, found.memory.total)
+    assert at_most(config, 1) > 1.5 * memory_of(config, "cuda", 1).total
+    needed = int(found.memory.total / MAX_MEMORY_SHARE)
+    check_memory(config, card(needed + 1), processes)
+    assert fit(config, card(needed // 2), processes, remedies=False).fits is False
 
 
 def test_a_refusal_names_what_would_fit_and_that_does_fit() -> None:
-    config = config_of("base/tiny", "train.batch_rows=64", "train.micro_batch_rows=16", "run.name=big")
+    config = short("train.batch_rows=64", "train.micro_batch_rows=16", "run.name=big")
     needed = memory_of(config, "cpu", 1).total
-    small = Machine("a small machine", "cpu", int(0.95 * needed / MAX_MEMORY_SHARE), None, "a test", True, None)
+    small = Machine("a small machine", "cpu", int(0.98 * needed / MAX_MEMORY_SHARE), None, "a test", True, None)
     with pytest.raises(
         ConfigError, match=r"training big takes .* What would fit: train\.micro_batch_rows=8"
     ) as refused:
         check_memory(config, small, 1)
     assert "train.activation_checkpointing=true" in str(refused.value)
     for overrides in (["train.micro_batch_rows=8"], ["train.activation_checkpointing=true"]):
-        assert fit(config_of("base/tiny", "train.batch_rows=64", *overrides), small, 1).fits
+        assert fit(short("train.batch_rows=64", *overrides), small, 1).fits
 
 
 @pytest.mark.long
@@ -408,25 +422,25 @@ def test_more_devices_are_proposed_with_nothing_else_changed() -> None:
 def test_narrower_precision_and_shorter_rows_are_proposed_where_nothing_else_suffices(least: list[str]) -> None:
     overrides = ["train.batch_rows=1", "train.micro_batch_rows=1", "train.activation_checkpointing=true"]
     overrides += ["train.precision=fp32", "data.row_length=4096"]
-    needed = memory_of(config_of("base/tiny", *overrides, *least), "cuda", 1).total
+    needed = memory_of(short(*overrides, *least), "cuda", 1).total
     room = card(int(needed / MAX_MEMORY_SHARE) + 1)
-    assert fit(config_of("base/tiny", *overrides), room, 1).remedies == (Remedy(tuple(least), 1, needed),)
+    assert fit(short(*overrides), room, 1).remedies == (Remedy(tuple(least), 1, needed),)
 
 
 def test_where_nothing_suffices_it_is_said() -> None:
     with pytest.raises(ConfigError, match=r"No number of rows, .* or rows of down to 256 tokens is sufficient"):
-        check_memory(config_of("base/tiny", "train.batch_rows=1", "train.micro_batch_rows=1"), card(10**7), 1)
+        check_memory(short("train.batch_rows=1", "train.micro_batch_rows=1"), card(10**7), 1)
 
 
 def test_what_is_unknown_is_never_refused() -> None:
-    config = config_of("base/tiny")
+    config = short()
     found = fit(config, card(None), 1)
     assert found.fits is None
     assert found.remedies == ()
     check_memory(config, card(None), 1)
 
 
-@pytest.mark.parametrize("name", ["base/tiny", "cdrmix-hybrid-tiny", "cdrmix-core-1b"])
+@pytest.mark.parametrize("name", ["base/tiny", "cdrmix-hybrid-tiny"])
 def test_what_obviously_fits_really_takes_less(name: str) -> None:
     config = config_of(name)
     assert at_most(config, 1) > 1.5 * memory_of(config, "cuda", 1).total
@@ -460,18 +474,16 @@ def test_a_card_of_the_table_has_its_memory() -> None:
 
 
 def test_muon_has_one_moment_of_matrices() -> None:
-    orthogonalised = optimizer_size(config_of("base/tiny", "train.optimizer=muon")).orthogonalised
-    stored = count_parameters(config_of("base/tiny").cdrmix_model).stored
+    orthogonalised = optimizer_size(short("train.optimizer=muon")).orthogonalised
+    stored = count_parameters(short().cdrmix_model).stored
     # Four projections of 128 x 128 in each block, and all experts.
-    assert orthogonalised == stored["experts"] + 4 * 4 * 128 * 128
-    projections = optimizer_size(config_of("base/tiny", "train.optimizer={kind: muon, experts: false}"))
-    assert projections.orthogonalised == 4 * 4 * 128 * 128
+    assert orthogonalised == stored["experts"] + 2 * 4 * 128 * 128
+    projections = optimizer_size(short("train.optimizer={kind: muon, experts: false}"))
+    assert projections.orthogonalised == 2 * 4 * 128 * 128
     for stage, processes in ((0, 1), ("auto", 2)):
         state = {}
         for kind in ("adamw", "muon"):
-            plan = memory_of(
-                config_of("base/tiny", f"train.optimizer={kind}", f"train.zero_stage={stage}"), "cpu", processes
-            )
+            plan = memory_of(short(f"train.optimizer={kind}", f"train.zero_stage={stage}"), "cpu", processes)
             state[kind] = {part.name: part.bytes for part in plan.components}
         assert state["muon"]["optimizer"] == state["adamw"]["optimizer"] - 4 * orthogonalised // processes
         assert ("masters" in state["adamw"]) == (processes == 2)
@@ -481,7 +493,7 @@ def test_muon_has_one_moment_of_matrices() -> None:
 def test_the_further_depths_of_a_prediction_are_traced() -> None:
     section = "model.prediction={kind: heads, tokens: 4, every: 4}"
     plain, with_heads = (
-        tracing.trace(config_of("base/tiny", "train.precision=bf16", *more), "cpu", zero_stage=0, accumulation=1)
+        tracing.trace(short("train.precision=bf16", *more), "cpu", zero_stage=0, accumulation=1)
         for more in ((), (section,))
     )
     heads = 3 * 4096 * 128  # their gradients are allocated while the losses are computed, and live to the update
