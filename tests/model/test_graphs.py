@@ -79,10 +79,14 @@ class Operations(TorchDispatchMode):
     def run(self, output: Tensor) -> Tensor:
         """Runs them again; what then stands for `output`, a result of the first run."""
         made: dict[int, Tensor] = {}
+
+        def current(tensor: Tensor) -> Tensor:
+            return made.get(id(tensor), tensor)
+
         for operation, before, result in self._recorded:
-            arguments, options = tree_map_only(Tensor, lambda tensor: made.get(id(tensor), tensor), before)
+            arguments, options = tree_map_only(Tensor, current, before)
             again = operation(*arguments, **options)
-            made |= {id(old): new for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True)}
+            made.update({id(old): new for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True)})
         return made[id(output)]
 
 
