@@ -32,7 +32,14 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 def _rank(name: str, other: str) -> tuple[int, int] | None:
     """How near two names are, nearer ones first; None where they are not near."""
-    if (distance := edit_distance(name, other)) <= min(len(name), len(other)) // 3:
+    most = min(len(name), len(other)) // 3
+    # The distance is at least the difference of their lengths, and the number of letters that only one of them has.
+    if (
+        abs(len(name) - len(other)) <= most
+        and len({*name} - {*other}) <= most
+        and len({*other} - {*name}) <= most
+        and (distance := edit_distance(name, other)) <= most
+    ):
         return 0, distance
     ours, theirs = ([word for word in re.split(r"[^a-z0-9]+", text) if word] for text in (name, other))
     few, many = sorted((ours, theirs), key=len)

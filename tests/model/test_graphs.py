@@ -1,17 +1,20 @@
 """Decoding by CUDA graphs: the ordinary pass is its oracle, and a recorded step reads any later token.
 
-On a CPU the operations of a step are recorded by PyTorch's tracer and run again. So a step that depends on a value in
-Python, such as a position, or whose state is in new memory, gives wrong results here too.
+On a CPU the operations of a step are recorded and run again. So a step that depends on a value in Python, such as a
+position, or whose state is in new memory, gives wrong results here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
@@ -58,13 +61,42 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
+class Operations(TorchDispatchMode):
+    """Records the operations that run within it: each with its arguments, which are tensors and constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recorded: list[tuple[Callable[..., Any], Any, Any]] = []  # operation, arguments, result
+
+    def __torch_dispatch__(
+        self, operation: Callable[..., Any], types: object, arguments: Any = (), options: Any = None
+    ) -> Any:
+        assert operation is not torch.ops.aten._local_scalar_dense.default, "a value is read on the host"
+        result = operation(*arguments, **(options or {}))
+        self._recorded.append((operation, (arguments, options or {}), result))
+        return result
+
+    def run(self, output: Tensor) -> Tensor:
+        """Runs them again; what then stands for `output`, a result of the first run."""
+        made: dict[int, Tensor] = {}
+
+        def current(tensor: Tensor) -> Tensor:
+            return made.get(id(tensor), tensor)
+
+        for operation, before, result in self._recorded:
+            arguments, options = tree_map_only(Tensor, current, before)
+            again = operation(*arguments, **options)
+            made.update({id(old): new for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True)})
+        return made[id(output)]
+
+
 class Traced:
-    """Records the operations of a step. Tracing runs them too, so the state before is put back."""
+    """Records the operations of a step. Recording runs them too, so the state before is put back."""
 
     def __init__(self) -> None:
         self.run_as_they_are, self.recorded, self.run_again = 0, 0, 0
 
-    def run(self, step: graphs.Step) -> torch.Tensor:
+    def run(self, step: graphs.Step) -> Tensor:
         self.run_as_they_are += 1
         return step()
 
@@ -74,14 +106,14 @@ class Traced:
         decoder: graphs.GraphDecoder = step.func.__self__  # type: ignore[attr-defined]  # a bound method
         state = [*tensors(decoder._state)]
         before = [tensor.clone() for tensor in state]
-        operations = make_fx(step)()
+        with Operations() as operations:
+            output = step()
         for tensor, old in zip(state, before, strict=True):
             tensor.copy_(old)
 
-        def again() -> torch.Tensor:
+        def again() -> Tensor:
             self.run_again += 1
-            result: torch.Tensor = operations()
-            return result
+            return operations.run(output)
 
         return again
 

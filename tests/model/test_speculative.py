@@ -63,23 +63,27 @@ def test_one_pass_has_the_bits_of_single_tokens_and_keeps_every_state(
 
 
 @pytest.mark.parametrize(("kind", "mixer"), DRAFTING)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_tokens_are_those_of_plain_decoding(
-    make_model: MakeModel, kind: str, mixer: str, temperature: float
-) -> None:
+def test_the_tokens_are_those_of_plain_decoding(make_model: MakeModel, kind: str, mixer: str) -> None:
     # In float64, where kernels that round otherwise for several rows differ by 1e-16 of a logit.
-    model = hybrid(make_model, kind, mixer)
+    model, first = hybrid(make_model, kind, mixer), DRAFTING.index((kind, mixer)) % 2
 
     def rows() -> list[Row]:
-        sampled = [Sampling(temperature=temperature, seed=n, max_new_tokens=20 + n, top_k=4) for n in range(3)]
-        sampled.append(Sampling(temperature=temperature, seed=9, max_new_tokens=25, repetition_penalty=1.3, top_p=0.9))
+        """Every other row takes the most probable token: those of even numbers of every other kind of drafts."""
+        temperatures = [float((number + first) % 2) for number in range(4)]
+        sampled = [
+            Sampling(temperature=temperature, seed=n, max_new_tokens=12 + n, top_k=4)
+            for n, temperature in enumerate(temperatures[:3])
+        ]
+        sampled.append(
+            Sampling(temperature=temperatures[3], seed=9, max_new_tokens=16, repetition_penalty=1.3, top_p=0.9)
+        )
         return [Row([n, *range(n * n)], sampling, first=[3, 5] if n == 2 else []) for n, sampling in enumerate(sampled)]
 
     plain, drafted, statistics = rows(), rows(), DraftStatistics()
     for number, token in decode(model, plain, 20):
-        plain[number].ended = token == 7 and plain[number].drawn > 12
+        plain[number].ended = token == 7 and plain[number].drawn > 6
     for number, token in decode_speculatively(model, drafted, 20, statistics):
-        drafted[number].ended = token == 7 and drafted[number].drawn > 12
+        drafted[number].ended = token == 7 and drafted[number].drawn > 6
     assert [row.ids for row in drafted] == [row.ids for row in plain]
     assert statistics.tokens == sum(row.drawn for row in plain)
     # A pass gives a token besides the accepted drafts, but for a row whose last token is an accepted draft.

@@ -151,6 +151,7 @@ def quiet(text: str) -> None:
     pass
 
 
+@pytest.mark.usefixtures("own_settings")
 def test_an_interrupted_table_goes_on(counted: tuple[Path, list[tuple[int, int]]], tmp_path: Path) -> None:
     path, runs = counted
     out = tmp_path / "out"
@@ -189,6 +190,7 @@ def test_of_two_processes_one_runs_an_arm_and_the_other_waits(tmp_path: Path) ->
     assert not [*(out / ablation.UNFINISHED).iterdir()]
 
 
+@pytest.mark.usefixtures("own_settings")
 def test_a_run_of_other_code_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, said = tmp_path / "steps.yaml", []
     path.write_text(TINY)
@@ -282,6 +284,7 @@ def test_every_file_says_what_it_demands_of_arms_that_it_has(path: Path) -> None
     assert all(verdict_line(judge(demand, {})).endswith("not run") for demand in section.demands)
 
 
+@pytest.mark.usefixtures("own_settings")
 def test_a_process_alone_rolls_out_by_the_compiled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of the model, by which processes agree on their passes, would turn it off."""
     found: list[object] = []
@@ -298,6 +301,7 @@ def test_a_process_alone_rolls_out_by_the_compiled_step(tmp_path: Path, monkeypa
     assert None not in found
 
 
+@pytest.mark.usefixtures("own_settings")
 def test_an_arm_trains_what_its_phases_replay(tmp_path: Path) -> None:
     """And arms that differ only in how the replayed episodes are read do not share a model."""
     replay = ["reasoning.phases.imitation={steps: 1, replay: [plasticity]}", "reasoning.plasticity={tokens: true}"]

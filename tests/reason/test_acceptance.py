@@ -26,6 +26,7 @@ from cdrmix.reason.sources import source_of
 FILE = "configs/ablations/accept-head.yaml"
 PATIENCE = Rl.model_fields["patience"].default
 SMALL = (
+    "run.threads=1",
     *("model.d_model=32", "model.rwkv.head_size=16", "reasoning.phases.acceptance.episodes=8", "reasoning.chunk=4"),
     "reasoning.acceptance.difficulty={pairs: 2, queries: 2, good: 2, bad_pairs: 1, noise: 8}",
 )
@@ -64,15 +65,15 @@ def train(*overrides: str) -> tuple[StageBModel, list[dict[str, float]], Accepta
     config, model, source = make(*overrides)
     assert config.reasoning is not None
     phase = AcceptancePhase(config, source)
-    section = config.reasoning.phases.acceptance.model_copy(update={"learning_rate": 3e-2, "warmup_steps": 0})
+    section = config.reasoning.phases.acceptance.model_copy(update={"learning_rate": 6e-2, "warmup_steps": 0})
     return model, Trial().train(phase_config(config, section), model, phase), phase
 
 
-@pytest.mark.usefixtures("judged")
+@pytest.mark.usefixtures("judged", "own_settings")
 @pytest.mark.parametrize("branches", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_head_learns_to_reject_marked_chunks(branches: int) -> None:
     """On held-out episodes; the value head, fitted to the same rewards, makes the same decisions."""
-    model, said, phase = train("reasoning.phases.acceptance.steps=30", f"reasoning.controller.max_branches={branches}")
+    model, said, phase = train("reasoning.phases.acceptance.steps=18", f"reasoning.controller.max_branches={branches}")
     first, last = said[0], said[-1]
     # Zero logits: the entropy of as many alternatives, of which all but one commit; 256 decisions, 5 deviations
     assert first["entropy"] == pytest.approx(torch.tensor(1.0 + branches).log().item())
@@ -88,7 +89,7 @@ def test_the_head_learns_to_reject_marked_chunks(branches: int) -> None:
         assert ((actions > 0) == batch.good_BN).float().mean() > 0.9
 
 
-@pytest.mark.usefixtures("judged")
+@pytest.mark.usefixtures("judged", "own_settings")
 def test_the_same_seed_gives_the_same_heads() -> None:
     models = [train("reasoning.phases.acceptance.steps=4", f"run.seed={seed}")[0] for seed in (1, 1, 2)]
     one, again, other = (list(model.controller.parameters()) for model in models)  # type: ignore[union-attr]
@@ -131,7 +132,7 @@ def test_only_the_heads_are_trained_and_a_step_knows_no_other() -> None:
     assert len(phase.measures) == len(outcome.sums)
 
 
-@pytest.mark.usefixtures("judged")
+@pytest.mark.usefixtures("judged", "own_settings")
 def test_processes_divide_a_step() -> None:
     """Losses and sums of two processes add up to those of one, with each group, decision and rollout counted once."""
     config, model, source = make()
@@ -161,7 +162,7 @@ def test_processes_roll_out_other_episodes(monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(asked) == list(range(8, 16))
 
 
-@pytest.mark.usefixtures("judged")
+@pytest.mark.usefixtures("judged", "own_settings")
 def test_micro_batches_change_only_rounding() -> None:
     """Rollouts are sampled row by row in order, so passes of 16 rows make (nearly) the decisions of a pass of 64."""
     outcomes = []

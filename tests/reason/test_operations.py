@@ -28,6 +28,7 @@ from cdrmix.reason.sources import source_of
 
 FILE = Path(__file__).parents[2] / "configs" / "ablations" / "operations-index.yaml"
 SMALL = (
+    "run.threads=1",
     "model.d_model=32",
     "reasoning.memory.dim=16",
     "model.feed_forward.hidden=32",
@@ -267,6 +268,7 @@ def test_the_first_update_is_on_policy() -> None:
         assert any(name.startswith("language_model.") for name in trained) == (train == "all")
 
 
+@pytest.mark.usefixtures("own_settings")
 def test_both_phases_run_and_are_the_same_again(training: Callable[[Config, int, float], Config]) -> None:
     config = config_of()
     outcomes = []
@@ -351,7 +353,7 @@ def test_rollouts_read_in_separate_passes_give_the_gradients_of_one_loss() -> No
     because a pass has at most the tokens of one episode's chunks."""
     section = "reasoning.phases.operations"
     keys = [f"{section}.train=all", f"{section}.micro_batch=1", "reasoning.memory.summary_stride=5"]
-    keys += ["reasoning.rl.group_size=32"]
+    keys += ["reasoning.rl.group_size=24"]
     together = step_of_rollouts(config_of(*keys))
     measures = dict(zip(OperationsPhase.measures, together.sums.tolist(), strict=True))
     assert measures["groups"] > measures["dropped_groups"]

@@ -34,6 +34,12 @@ def source_for(config: Config) -> TokenSource:
     return source
 
 
+def texts(*overrides: str) -> Config:
+    return Config.from_yaml(
+        ABLATIONS / "babilong-carried.yaml", ["model.d_model=32", "model.vocab_size=600", *overrides]
+    )
+
+
 def stirred(config: Config) -> StageBModel:
     """A float64 model whose adapters have an effect (they have none at the start of training)."""
     model = small_model(config, 1).double()
@@ -163,11 +169,11 @@ def test_own_trains_the_adapters_and_all_the_language_model() -> None:
 
 
 def test_training_rows_have_two_chunks_to_the_configured_number() -> None:
-    source = source_for(cell())
-    seen = {PlasticityPhase(cell(), source).chunks(step) for step in range(100)}
-    assert seen == {2, 3, 4}
+    phase = PlasticityPhase(cell(), source_for(cell()))
+    assert {phase.chunks(step) for step in range(100)} == {2, 3, 4}
     many = cell("reasoning.plasticity.difficulty={pairs: 20}")
-    assert {PlasticityPhase(many, source_for(many)).chunks(step) for step in range(50)} == {3, 4}
+    phase = PlasticityPhase(many, source_for(many))
+    assert {phase.chunks(step) for step in range(50)} == {3, 4}
     growing = cell("reasoning.phases.plasticity.growth_steps=60")
     phase = PlasticityPhase(growing, source_for(growing))
     for steps, chunks in ((range(30), {2}), (range(30, 60), {2, 3}), (range(60, 160), {2, 3, 4})):
@@ -176,11 +182,10 @@ def test_training_rows_have_two_chunks_to_the_configured_number() -> None:
 
 def test_an_answer_of_text_counts_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first token of the first answer of each batch is made wrong; all others are right."""
-    config = Config.from_yaml(ABLATIONS / "babilong-carried.yaml", ["model.d_model=32", "model.vocab_size=600"])
+    config = texts()
     assert config.reasoning is not None
-    section = config.reasoning.plasticity
-    tokenizer = tokenizer_of(config, section)
-    source, model = source_of(section, 64, tokenizer), small_model(config, 1).language_model
+    source = source_of(config.reasoning.plasticity, 64, tokenizer_of(config, config.reasoning.plasticity))
+    model = small_model(config, 1).language_model
     batches = []
 
     def almost_right(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,7 +203,7 @@ def test_an_answer_of_text_counts_as_a_whole(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_question_is_asked_of_its_own_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config.from_yaml(ABLATIONS / "babilong-carried.yaml", ["model.d_model=32", "model.vocab_size=600"])
+    config = texts()
     assert config.reasoning is not None
     source = source_of(config.reasoning.plasticity, 64, tokenizer_of(config, config.reasoning.plasticity))
     model = stirred(config).language_model
@@ -222,10 +227,7 @@ def test_every_question_is_asked_of_its_own_document(monkeypatch: pytest.MonkeyP
 
 
 def test_a_document_that_ends_alone_is_not_swapped_with_itself() -> None:
-    config = Config.from_yaml(
-        ABLATIONS / "babilong-carried.yaml",
-        ["model.d_model=32", "model.vocab_size=600", "reasoning.plastic_lora={enabled: true, rwkv7: [output]}"],
-    )
+    config = texts("reasoning.plastic_lora={enabled: true, rwkv7: [output]}")
     assert config.reasoning is not None
     source = source_of(config.reasoning.plasticity, 64, tokenizer_of(config, config.reasoning.plasticity))
     model = stirred(config).language_model

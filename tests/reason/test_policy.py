@@ -69,7 +69,7 @@ def config_of(*, leak: float = 0.0, **rl: Any) -> Config:
         ),
     )
     train = Train(steps=1, batch_rows=1, micro_batch_rows=1, learning_rate=1e-3)
-    return Config(run=Run(seed=3), model=model, train=train, reasoning=reasoning)
+    return Config(run=Run(seed=3, threads=1), model=model, train=train, reasoning=reasoning)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_the_same_step_is_the_same_whatever_came_before() -> None:
     assert not torch.equal(gradient(model, outcomes(fresh, model, 2)), gradient(model, outcomes(fresh, model, 3)))
 
 
-@pytest.mark.usefixtures("varied")
+@pytest.mark.usefixtures("varied", "own_settings")
 def test_two_trainings_are_the_same_bit_for_bit(training: Callable[[Config, int, float], Config]) -> None:
     weights = []
     for _ in range(2):
@@ -384,6 +384,7 @@ def test_imitation_is_divided_among_processes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_settings")
 def test_imitation_learns(training: Callable[[Config, int, float], Config]) -> None:
     config, model = config_of(), model_of()
     phase = ImitationPhase(config, source_for(config))

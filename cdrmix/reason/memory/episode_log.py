@@ -21,6 +21,7 @@ import hashlib
 import mmap
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator
 from functools import lru_cache
@@ -79,6 +80,7 @@ class EpisodeLog:
         self._failed = False
         folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._release = weakref.finalize(self, os.close, self._file)  # also of a log that nobody closes
         try:
             self._lock()
             self.size = os.fstat(self._file).st_size
@@ -86,14 +88,13 @@ class EpisodeLog:
                 self._begin()
             self._check_header()
         except BaseException:
-            os.close(self._file)
+            self._release()
             raise
 
     def close(self) -> None:
         """Releases the log for another process. Closing twice is no error."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._release()
+        self._file = -1
 
     def commits(self) -> Iterator[Commit]:
         """All commits in their order. Removes an incomplete last one. Call it once, directly after opening."""
