@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def listed() -> Any:
-    specification = importlib.util.spec_from_file_location("mutations", ROOT / "tests" / "mutations" / "mutations.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module.MUTATIONS
+    folder = str(ROOT / "tests" / "mutations")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("mutations").MUTATIONS
+    finally:
+        sys.path.remove(folder)
 
 
 @pytest.mark.parametrize("mutation", listed(), ids=lambda mutation: mutation.name)

@@ -10,7 +10,7 @@ import io
 import json
 import sysconfig
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import zstandard
 from pydantic import TypeAdapter
 
 from cdrmix.config import schema_data as schema
+from cdrmix.data.pipeline.reading import COLUMNS, Cleaning, Part, Quota, units, write_rows
 from cdrmix.data.sources import SOURCES, files, make_source
-from cdrmix.data.sources.base import BadRecords, Document
+from cdrmix.data.sources.base import BadRecords, Document, Record, Source
 from cdrmix.errors import CorpusError, DiskFullError
 
 ADAPTER: TypeAdapter[schema.Source] = TypeAdapter(schema.Source)
@@ -439,6 +440,41 @@ def test_a_hugging_face_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fixed = (make_source(ADAPTER.validate_python(section)) for section in sections)
     assert plain.identity() != fixed.identity()
     assert "revision 'v2'" in fixed.describe()
+
+
+class Numbers(Source):
+    """Ten records; the checkpoint is the number of the last one."""
+
+    kind = "numbers"
+
+    def __init__(self) -> None:
+        self.parse = lambda raw: (str(raw), {})
+        self.number = 0
+
+    def identity(self) -> list[Any]:
+        return []
+
+    def describe(self) -> str:
+        return "numbers"
+
+    def parts(self) -> list[str]:
+        return ["all"]
+
+    def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
+        for self.number in range((checkpoint or 0) + 1, 11):
+            yield Record(self.number, self.number, 1)
+
+    def checkpoint(self) -> Any:
+        return self.number
+
+
+def test_finished_units_count_for_the_quota(tmp_path: Path) -> None:
+    """Of at most five records, two are in a finished unit: three are left, and they are the next ones."""
+    cleaning = Cleaning(0, 0, False, None, False, None, schema.Filters(), ())
+    part = Part("a", ("all",), Numbers(), cleaning, tmp_path, unit_bytes=2)
+    write_rows(part.unit(0), {name: [] for name in COLUMNS.names}, {"records": 2, "checkpoint": 2})
+    left = [(unit.path, [record.raw for _, record in unit.records]) for unit in units(part, Quota(5))]
+    assert left == [(part.unit(1), [3, 4]), (part.unit(2), [5])]
 
 
 def test_every_kind_of_the_schema_has_a_source() -> None:

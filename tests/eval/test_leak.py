@@ -10,7 +10,7 @@ import pytest
 
 from cdrmix.errors import ConfigError
 from cdrmix.eval.canaries import ALTERNATIVES, Canary, exposures, other_secrets, read_canaries
-from cdrmix.eval.leak import _search, read_policy
+from cdrmix.eval.leak import Searched, _personal_data, _search, read_policy
 from cdrmix.eval.suites import Likelihood, SuiteOptions
 
 
@@ -50,6 +50,14 @@ def test_the_search_tells_whether_it_was_complete(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("cdrmix.eval.leak.BYTES", 1)
     found = _search({"ann@example.org"}, ["xy", "to ann@example.org"])
     assert (found.found, found.whole, found.characters) == (set(), False, 2)
+
+
+def test_only_personal_data_of_the_training_text_count_as_its() -> None:
+    """Of four texts, three have personal data, and one of these has data that the training text has."""
+    personal = [[("email", "a@b.org")], [("email", "c@d.org"), ("ip", "1.1.1.1")], [("ip", "8.8.8.8")], []]
+    measures = {each.name: each for each in _personal_data(personal, Searched(frozenset({"1.1.1.1"}), 9, True), {})}
+    found = {name: measures[name].value for name in ("personal_data", "email", "ip", "personal_data_of_training")}
+    assert found == {"personal_data": 0.75, "email": 0.5, "ip": 0.5, "personal_data_of_training": 0.25}
 
 
 @pytest.mark.parametrize(

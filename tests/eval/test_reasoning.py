@@ -89,6 +89,15 @@ def test_right_and_wrong_writers(sets: Path) -> None:
     assert all(measure.value == 0 for measure in wrong.values())
 
 
+def test_no_problem_is_a_worked_example() -> None:
+    """The last question of a prompt is the one that is asked, those before it are worked."""
+    for problem in word_problems(5, 8):
+        *worked, asked = problem.prompt.split("Question: ")[1:]
+        assert len(worked) == 4
+        assert asked == f"{problem.text}\nAnswer:"
+        assert not any(problem.text in example for example in worked)
+
+
 def test_samples_are_averaged_at_the_temperature(sets: Path) -> None:
     known, asked = answers(1, 4), list[Writing]()
     options = SuiteOptions(limit=4, samples=2, temperature=0.7, sets=sets)

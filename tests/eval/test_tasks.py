@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.data.tasks import TASKS
+from cdrmix.data.tasks import TASKS, make_example
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, VocabularyError
 from cdrmix.eval.evaluation import EVALUATIONS, Question, Scores, evaluate_by_length, evaluations
@@ -91,6 +91,13 @@ def test_questions_depend_on_seed_and_number_alone(person: Person, tokenizer: Te
 
     assert prompts(count=5)[:2] == prompts(count=2)
     assert not set(prompts(count=4)) & set(prompts(count=4, seed=2))
+
+
+def test_questions_are_no_examples_of_a_training() -> None:
+    """A training generates examples from number 0 on."""
+    for task in TASKS.names():
+        trained = {make_example(task, 1, number, 300).prompt for number in range(4)}
+        assert not trained & {EVALUATIONS[task](1, number, 300).prompt for number in range(4)}, task
 
 
 def test_prompts_are_answered_in_batches_of_bounded_size(person: Person, tokenizer: TextTokenizer) -> None:

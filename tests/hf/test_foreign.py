@@ -15,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import cdrmix
 from cdrmix.cli import main
@@ -24,6 +25,7 @@ from cdrmix.config.schema_huggingface import _vocab_size
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import CdrmixWarning, Preempted
+from cdrmix.hf.foreign import _Experts
 from cdrmix.run_folder import RunFolder
 
 LLAMA = {
@@ -303,3 +305,14 @@ def test_commands_of_cdrmix_models_name_the_kind(finished: RunFolder, capsys: py
     assert "works only with models of cdrmix" in capsys.readouterr().err
     assert main(["export", "--model", str(finished.path), "--rwkv", "model.pth"]) == 2
     assert "works only with model.kind: cdrmix" in capsys.readouterr().err
+
+
+def test_the_balancing_loss_of_a_router_is_that_of_transformers() -> None:
+    """Even probabilities give top_k: each of the experts has the share top_k / experts of the tokens."""
+    logits = [torch.randn(24, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    found = _Experts(top_k=2, weight=0.1).statistics([*logits, torch.zeros(24, 5)])
+    assert found is not None
+    assert found.tokens_per_expert_LE.sum(1).tolist() == [48] * 3
+    expected = [load_balancing_loss_func((each,), num_experts=5, top_k=2) for each in logits]
+    # float32: means of 24 values and a sum of 5
+    torch.testing.assert_close(found.load_balance_L, torch.stack([*expected, torch.tensor(2.0)]), rtol=1e-5, atol=0)

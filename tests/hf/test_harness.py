@@ -27,6 +27,7 @@ from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
+from cdrmix.data.tasks import make_example
 from cdrmix.eval.perplexity import loss_model_nats
 from cdrmix.hf import harness, harness_tasks
 from cdrmix.hf.auto import register
@@ -288,6 +289,19 @@ def test_recall_has_the_answer_among_its_choices(tmp_path: Path) -> None:
     assert len(rows) == harness_tasks.QUESTIONS
     assert all(row["choices"][row["gold"]] == row["answer"] and len(row["choices"]) == 4 for row in rows)
     assert len({row["gold"] for row in rows}) == 4
+
+
+def test_recall_asks_neither_its_examples_nor_those_of_a_training(tmp_path: Path) -> None:
+    harness_tasks.write_tasks(["cdrmix_recall"], tmp_path, list)
+    asked, examples = (
+        {json.loads(line)["prompt"] for line in (tmp_path / f"cdrmix_recall.{split}.jsonl").read_text().splitlines()}
+        for split in ("test", "train")
+    )
+    assert (len(asked), len(examples)) == (harness_tasks.QUESTIONS, harness_tasks.EXAMPLES)
+    assert not asked & examples
+    numbers = range(harness_tasks.QUESTIONS + harness_tasks.EXAMPLES)  # a training generates examples from 0 on
+    trained = {make_example("recall", harness_tasks.SEED, each, harness_tasks.CHARACTERS).prompt for each in numbers}
+    assert not (asked | examples) & trained
 
 
 @pytest.mark.parametrize(

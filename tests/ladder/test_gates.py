@@ -445,6 +445,14 @@ def test_a_bad_step_fails_before_there_is_a_checkpoint() -> None:
     assert judged("quick", dataclasses.replace(facts, weights=None)).verdicts["finite"].outcome is Outcome.FAIL
 
 
+def test_steps_of_stage_b_are_finite_too() -> None:
+    phase = {"phase": "imitation", "step": 3010, "loss": 1.0, "gradient_norm": 0.5}
+    assert judged("quick", dataclasses.replace(GOOD, phases=(phase,))).passed
+    found = judged("quick", dataclasses.replace(GOOD, phases=(phase, {**phase, "step": 3020, "loss": math.nan})))
+    assert found.verdicts["finite"].outcome is Outcome.FAIL
+    assert found.verdicts["finite"].reason == "step 3020: loss is not a finite number"
+
+
 def test_gates_without_a_meaning_are_left_out() -> None:
     dense = judged("standard", part("settings", routed=False))
     assert dense.passed

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.ladder import bounds, gates_results
+from cdrmix.ladder.collect import _measured
 from cdrmix.ladder.facts import Facts
 from cdrmix.ladder.gates import exactly
 from cdrmix.ladder.judgement import decide
+from cdrmix.ladder.ledger import Entry
 from cdrmix.ladder.presets import Check, preset
+from cdrmix.ladder.state import rung_states
 from cdrmix.ladder.verdict import Outcome, Verdict
+from cdrmix.run_folder import environment
 
 EMPTY = Facts({}, {})
 
@@ -105,6 +113,34 @@ def test_repeats_do_not_narrow_the_interval() -> None:
     assert again.found.high - again.found.low > 0.9 * (once.found.high - once.found.low)
     with pytest.raises(ValueError, match="is 40, which is no share"):
         gates_results.pooled([measure("x", 40.0, 100)])
+
+
+def test_steps_trained_again_count_for_their_configuration_and_machine(tmp_path: Path) -> None:
+    config = Config.from_yaml(Path(__file__).parents[2] / "configs" / "base" / "tiny.yaml")
+    run: Any = SimpleNamespace(path=tmp_path)
+    (tmp_path / "gates").mkdir()
+    here = {"config_hash": config.hash(), "environment": environment()}
+    for changed in ({}, {"config_hash": "0"}, {"environment": {**environment(), "machine": "another"}}):
+        stored = {"determinism": {"steps": 20, "differences": []}, **here, **changed}
+        (tmp_path / "gates" / "measured.json").write_text(json.dumps(stored))
+        assert _measured(run, config, False, print) == ({} if changed else stored)
+
+
+def test_a_rung_has_the_entries_of_its_configuration() -> None:
+    """After a change of the configuration nothing of the earlier attempt counts, but the attempt is counted."""
+    kinds: tuple[Any, ...] = ("forecast", "trained", "judged")
+    entries = [
+        Entry(number, kind, "a", {"identity": identity, "seed": 1, "loss": loss}, {})
+        for number, (identity, loss, kind) in enumerate(
+            [*(("old", 3.0, kind) for kind in kinds), *(("new", 2.0, kind) for kind in kinds[:2])], 1
+        )
+    ]
+    plan = {"name": "a", "identity": "new", "seeds": [1], "compute": 1.0, "parameters": 1, "tokens": 1}
+    for count, losses in ((3, ()), (5, (2.0,))):
+        ledger: Any = SimpleNamespace(entries=entries[:count])
+        (state,) = rung_states(ledger, [plan])
+        assert (state.losses, state.judged, state.earlier) == (losses, None, 1)
+        assert (state.measured is None) is (not losses)
 
 
 def test_an_unknown_preset() -> None:

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Mutation(NamedTuple):
-    """In `file`, `old` (which is there once) becomes `new`; one of `tests` (files or node ids of pytest) must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
+from mutation import Mutation
+from mutations_data import DATA
+from mutations_evaluation import EVALUATION
+from mutations_ladder import LADDER
+from mutations_transformers import TRANSFORMERS
 
 MUTATIONS = (
     # kernels
@@ -422,4 +415,8 @@ MUTATIONS = (
         "self._expiring.items() if expires < step]",
         ("tests/reason/test_memory.py", "tests/reason/test_episodic_index.py"),
     ),
+    *DATA,
+    *EVALUATION,
+    *TRANSFORMERS,
+    *LADDER,
 )

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mutations import MUTATIONS, Mutation
+from mutation import Mutation
+from mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 900  # seconds for the tests of one mutation
