@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "mutations"))
-from mutation import Mutation
-from mutations import MUTATIONS
+from mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[1]
 

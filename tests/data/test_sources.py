@@ -446,9 +446,9 @@ class Numbers(Source):
     """Ten records; the checkpoint is the number of the last one."""
 
     kind = "numbers"
-    parse = staticmethod(lambda raw: (str(raw), {}))
 
     def __init__(self) -> None:
+        self.parse = lambda raw: (str(raw), {})
         self.number = 0
 
     def identity(self) -> list[Any]:

@@ -276,6 +276,17 @@ def test_a_cache_is_continued_copied_and_branched(exported: Exported) -> None:
     assert torch.equal(model(ids, past_key_values=kept).logits, model(ids).logits)
 
 
+def test_beams_take_the_states_of_their_rows(exported: Exported) -> None:
+    """As beam search reorders a cache: rows change places, and one is there twice."""
+    model, order = opened(exported("hybrid")), torch.tensor([2, 0, 2])
+    ids = torch.randint(1, 290, (3, 12))
+    with torch.no_grad():
+        cache = model(ids[:, :9]).past_key_values
+        cache.reorder_cache(order)
+        found = model(ids[order, 9:], past_key_values=cache).logits
+        assert (found - model(ids[order]).logits[:, 9:]).abs().max() < 1e-5
+
+
 def test_what_transformers_sees_of_stage_b(stage_b: Path, tmp_path: Path) -> None:
     """The language model with its fast weights, as cdrmix; not the heads, which it does not report as unexpected."""
     loaded = load_exported(stage_b)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from mutation import Mutation
-from mutations_of_commands import COMMANDS, PLAN
-from mutations_of_reason_and_csrc import CPP, STAGE_B
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """In `file`, `old` (which is there once) becomes `new`; one of `tests` (files or node ids of pytest) must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
 
 MUTATIONS = (
     # kernels
@@ -703,7 +712,7 @@ MUTATIONS = (
         "cdrmix/hf/cache.py",
         "self.state, self._rows = select(self.state, numbers), len(numbers)",
         "self._rows = len(numbers)",
-        ("tests/hf/test_transformers.py::test_greedy_texts_and_beams_are_those_of_cdrmix[attention]",),
+        ("tests/hf/test_transformers.py::test_beams_take_the_states_of_their_rows",),
     ),
     Mutation(
         "packing: documents that see each other a little are taken for isolated",
@@ -920,11 +929,423 @@ MUTATIONS = (
         ("tests/ladder/test_runner.py::test_a_change_is_named_and_refused",),
     ),
     # plan
-    *PLAN,
+    Mutation(
+        "memory: AdamW has one moment",
+        "cdrmix/plan/components.py",
+        "FP32 * (2 * moments - single)",
+        "FP32 * (moments - single)",
+        ("tests/plan/test_memory.py::test_state_is_partitioned_as_in_zero",),
+    ),
+    Mutation(
+        "memory: ZeRO 2 has no gradients of the micro-batch beside the accumulated ones",
+        "cdrmix/plan/components.py",
+        'times, why = (2, "accumulated',
+        'times, why = (1, "accumulated',
+        ("tests/plan/test_memory.py::test_state_is_partitioned_as_in_zero",),
+    ),
+    Mutation(
+        "memory: a pipeline keeps the activations of one micro-batch",
+        "cdrmix/plan/components.py",
+        "saved = at_once * step.total_saved",
+        "saved = step.total_saved",
+        ("tests/plan/test_plan.py::test_a_pipeline_keeps_the_activations_of_several_micro_batches",),
+    ),
+    Mutation(
+        "memory: the whole memory of a device may be planned with",
+        "cdrmix/plan/fit.py",
+        "int(MAX_MEMORY_SHARE * machine.memory_bytes)",
+        "int(machine.memory_bytes)",
+        ("tests/plan/test_memory.py::test_a_refusal_names_what_would_fit_and_that_does_fit",),
+    ),
+    Mutation(
+        "memory: every process has the whole memory of the CPU",
+        "cdrmix/plan/machine.py",
+        "memory // processes",
+        "memory",
+        ("tests/plan/test_plan.py::test_processes_share_the_memory_of_a_cpu",),
+    ),
+    Mutation(
+        "memory of a phase: the reference of the divergence is left out",
+        "cdrmix/plan/stage_b.py",
+        "    if objective.kl_weight and ",
+        "    if not objective.kl_weight and ",
+        ("tests/plan/test_memory.py::test_rollouts_need_a_copy_a_reference_or_gathered_layers",),
+    ),
+    Mutation(
+        "plan: it fits although a phase of stage B does not",
+        "cdrmix/plan/plan.py",
+        "self.fit.fits and all(each.fits for each in self.phases)",
+        "self.fit.fits",
+        ("tests/plan/test_plan.py::test_a_plan_fits_if_both_stages_do",),
+    ),
+    Mutation(
+        "plan: the disk has no space for the checkpoint that is being written",
+        "cdrmix/plan/plan.py",
+        "kept = train.keep_last + 2 + ",
+        "kept = train.keep_last + 1 + ",
+        ("tests/plan/test_plan.py::test_the_disk_holds_the_kept_checkpoints_and_the_one_that_is_written",),
+    ),
+    Mutation(
+        "plan: the stages of a pipeline never wait",
+        "cdrmix/plan/plan.py",
+        "return count / (count + train.pipeline_parallel - 1)",
+        "return count / count",
+        ("tests/plan/test_flops.py::test_the_stages_of_a_pipeline_wait_for_it_to_fill_and_to_empty",),
+    ),
+    Mutation(
+        "parameters: every expert is active",
+        "cdrmix/plan/parameters.py",
+        'of_part["experts"] * feed_forward.top_k // feed_forward.experts',
+        'of_part["experts"]',
+        ("tests/plan/test_parameters.py::test_a_small_model_has_exactly_the_parameters_counted_by_hand",),
+    ),
+    Mutation(
+        "operations: the table of bigrams multiplies",
+        "cdrmix/plan/flops.py",
+        " + (model.bigrams.rows * model.d_model if model.bigrams else 0)",
+        "",
+        ("tests/plan/test_flops.py::test_an_embedding_that_is_not_the_head_is_a_look_up",),
+    ),
+    Mutation(
+        "operations: a frozen weight has a gradient",
+        "cdrmix/plan/flops.py",
+        "parameters=4 * (active - trained)",
+        "parameters=2 * PRODUCT * (active - trained)",
+        ("tests/plan/test_flops.py::test_frozen_weights_have_no_gradient",),
+    ),
+    Mutation(
+        "operations: Muon makes one iteration",
+        "cdrmix/plan/optimizer.py",
+        "config.train.optimizer.iterations * operations",
+        "operations",
+        ("tests/plan/test_flops.py::test_the_operations_of_muon_are_counted_by_hand",),
+    ),
     # commands
-    *COMMANDS,
+    Mutation(
+        "compare: values are compared instead of bits",
+        "cdrmix/compare.py",
+        "torch.equal(_bits(a), _bits(b))",
+        "torch.equal(a, b)",
+        ("tests/hf/test_export.py::test_compare_is_about_bits_not_values",),
+    ),
+    Mutation(
+        "compare: the running averages of two runs are not compared",
+        "cdrmix/compare.py",
+        '[("", a.weights, b.weights), ("of the running averages, ", a.average, b.average)]',
+        '[("", a.weights, b.weights)]',
+        ("tests/hf/test_export.py::test_compare_takes_the_average_for_what_a_run_exports",),
+    ),
+    Mutation(
+        "compare: the exit code of different weights is 0",
+        "cdrmix/commands.py",
+        "return 0 if comparison.identical else 1",
+        "return 0",
+        ("tests/cli/test_cli.py::test_export_and_compare",),
+    ),
+    Mutation(
+        "train --dry-run, plan: the exit code of what does not fit is 0",
+        "cdrmix/commands.py",
+        "return ConfigError.exit_code if plan.fits is False else 0",
+        "return 0",
+        ("tests/cli/test_plan.py::test_training_that_cannot_fit_is_refused_before_anything_is_made",),
+    ),
+    Mutation(
+        "generate: --stop is ignored",
+        "cdrmix/commands.py",
+        "        stop=tuple(options.stop),\n",
+        "",
+        ("tests/cli/test_cli.py::test_every_option_of_sampling_reaches_the_model",),
+    ),
+    Mutation(
+        "eval --suite: --limit is ignored",
+        "cdrmix/cli_eval.py",
+        '        "limit": options.limit,\n',
+        "",
+        ("tests/cli/test_eval_suites.py::test_every_option_reaches_the_suites",),
+    ),
+    Mutation(
+        "doctor: the exit code of a failed check is 0",
+        "cdrmix/doctor/report.py",
+        "    return failed == 0\n",
+        "    return True\n",
+        ("tests/cli/test_doctor.py::test_one_check_that_fails_is_the_exit_code",),
+    ),
+    Mutation(
+        "doctor: a changed bit of a checkpoint that is not noticed passes",
+        "cdrmix/doctor/checks.py",
+        "passed = not whole and len(noticed) == 1",
+        "passed = not whole",
+        ("tests/cli/test_doctor.py::test_a_changed_bit_must_be_noticed",),
+    ),
+    Mutation(
+        "checkpoints verify: the exit code of a damaged file is 0",
+        "cdrmix/cli_checkpoints.py",
+        "        return CheckpointError.exit_code\n",
+        "        return 0\n",
+        ("tests/cli/test_checkpoints.py::test_every_damaged_file_is_named",),
+    ),
+    Mutation(
+        "checkpoints prune: --keep-every is ignored",
+        "cdrmix/cli_checkpoints.py",
+        "keep_every=options.keep_every",
+        "keep_every=None",
+        ("tests/cli/test_checkpoints.py::test_prune_follows_the_rules",),
+    ),
+    Mutation(
+        "run folder: a resumed run has the records of its first step twice",
+        "cdrmix/run_folder.py",
+        'if row["step"] <= step]',
+        'if row["step"] <= step + 1]',
+        ("tests/output/test_run_folder.py::test_metrics_survive_a_kill_and_hold_each_step_once_after_resume",),
+    ),
+    Mutation(
+        "run folder: a resumed run has digests twice",
+        "cdrmix/run_folder.py",
+        "for path in (self.faults, self.digests, self.rollouts):",
+        "for path in (self.faults, self.rollouts):",
+        ("tests/cli/test_digests.py::test_a_resumed_run_has_each_step_once",),
+    ),
+    Mutation(
+        "evaluation: the training text is taken for the held-out text",
+        "cdrmix/evaluate.py",
+        "return held_out(loaded.loss_model(), shards.valid,",
+        "return held_out(loaded.loss_model(), shards.train,",
+        ("tests/cli/test_domains.py::test_a_domain_has_the_figures_of_its_rows_alone",),
+    ),
+    Mutation(
+        "workflow: the export of an earlier checkpoint has the figures of the last",
+        "cdrmix/workflow.py",
+        "            figures = measure(chosen, shards, chosen.config).as_json()\n",
+        "            figures = measure(last, shards, chosen.config).as_json()\n",
+        ("tests/cli/test_export_choice.py::test_a_run_exports_what_its_configuration_says",),
+    ),
+    Mutation(
+        "workflow: the export of an earlier step stays",
+        "cdrmix/workflow.py",
+        "    if exported != step:\n",
+        "    if exported is None:\n",
+        ("tests/cli/test_cli.py::test_an_export_made_before_training_went_on_is_made_anew",),
+    ),
+    Mutation(
+        "report: the share of kept tokens is that of the last step",
+        "cdrmix/report/report.py",
+        "{sum(row[name] for row in last) / len(last):.1%}",
+        "{last[-1][name]:.1%}",
+        ("tests/output/test_run_folder.py::test_the_report_and_the_trackers_have_the_share_of_kept_tokens",),
+    ),
     # stage B
-    *STAGE_B,
+    Mutation(
+        "rewards: the first of several right answers alone counts",
+        "cdrmix/reason/rl/rewards.py",
+        "normalised(each).split()) for each in right)",
+        "normalised(each).split()) for each in right[:1])",
+        ("tests/reason/test_rewards.py::test_texts_are_compared_as_in_squad",),
+    ),
+    Mutation(
+        "plasticity: the states of the mixers go on into the next chunk",
+        "cdrmix/reason/plasticity/phase.py",
+        "torch.cat([starts, end]), torch.cat([rows, end])",
+        "torch.cat([rows, end]), torch.cat([rows, end])",
+        ("tests/reason/test_plasticity.py::test_reading_by_chunks_is_training_on_rows",),
+    ),
+    Mutation(
+        "plasticity: every process makes all episodes of a step",
+        "cdrmix/reason/plasticity/phase.py",
+        "numbers = range(step * episodes, (step + 1) * episodes)[rank::processes]",
+        "numbers = range(step * episodes, (step + 1) * episodes)",
+        ("tests/reason/test_plasticity.py::test_micro_batches_and_processes_sum_up",),
+    ),
+    Mutation(
+        "plasticity: an answer with one right token is right as a whole",
+        "cdrmix/reason/plasticity/phase.py",
+        "exact += int((right_BP | ~asked_BP).all(1).sum())",
+        "exact += int((right_BP | ~asked_BP).any(1).sum())",
+        ("tests/reason/test_plasticity.py::test_an_answer_of_text_counts_as_a_whole",),
+    ),
+    Mutation(
+        "acceptance: the committed share of good chunks is that of the bad ones",
+        "cdrmix/reason/controller/acceptance.py",
+        '(("accept_good", good_BN), ("accept_bad", ~good_BN))',
+        '(("accept_good", ~good_BN), ("accept_bad", good_BN))',
+        ("tests/reason/test_acceptance.py::test_the_committed_shares_are_of_good_and_of_bad_chunks",),
+    ),
+    Mutation(
+        "acceptance: every process rolls out the episodes of the first",
+        "cdrmix/reason/controller/acceptance.py",
+        "numbers = range(step * count + rank, (step + 1) * count, processes)",
+        "numbers = range(step * count, (step + 1) * count, processes)",
+        ("tests/reason/test_acceptance.py::test_processes_roll_out_other_episodes",),
+    ),
+    Mutation(
+        "memory agent: retention is of the facts that were asked for",
+        "cdrmix/reason/agent/agent.py",
+        "held / captured if captured else math.nan",
+        "held / of_facts if of_facts else math.nan",
+        ("tests/reason/test_agent.py::test_the_figures_of_an_evaluation_by_hand",),
+    ),
+    Mutation(
+        "evaluation of stage B: the memory agent that is off reads the whole document",
+        "cdrmix/reason/evaluation.py",
+        "step_budget=budget, last_only=True)",
+        "step_budget=budget)",
+        ("tests/reason/test_evaluation.py::test_on_and_off_are_what_they_say",),
+    ),
+    Mutation(
+        "evaluation of stage B: the operations that are off have the episodic memory",
+        "cdrmix/reason/evaluation.py",
+        'update={"episodic": False}',
+        'update={"episodic": True}',
+        ("tests/reason/test_evaluation.py::test_on_and_off_are_what_they_say",),
+    ),
+    Mutation(
+        "episodic memory: an episode that is read is not kept for longer",
+        "cdrmix/reason/memory/kept_episodes.py",
+        "            self.episodes.move_to_end(id)\n",
+        "            pass\n",
+        ("tests/reason/test_episodic_index.py::test_what_was_read_is_kept_for_longer_in_later_steps",),
+    ),
+    Mutation(
+        "episodic memory: the search by NumPy takes hidden episodes for visible ones",
+        "cdrmix/reason/memory/vectors.py",
+        "            products[~visible] = -np.inf\n",
+        "",
+        ("tests/reason/test_episodic_index.py::test_without_faiss_the_same_is_found",),
+    ),
+    Mutation(
+        "episode log: the checksum of a commit is not compared",
+        "cdrmix/reason/memory/episode_log.py",
+        "        if zlib.crc32(payload) != checksum:\n",
+        "        if not zlib.crc32(payload):\n",
+        ("tests/reason/test_episodic_index.py::test_a_flipped_bit_is_found",),
+    ),
+    Mutation(
+        "session: the token memory changes beyond the step budget",
+        "cdrmix/reason/session.py",
+        "if self._remembers and self.changes < self.budget:",
+        "if self._remembers:",
+        ("tests/cli/test_reason_memory.py::test_the_step_budget_limits_a_session",),
+    ),
+    Mutation(
+        "session: it goes on with other weights of the same sizes",
+        "cdrmix/reason/session.py",
+        "        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)\n",
+        "",
+        ("tests/reason/test_session.py::test_a_session_belongs_to_weights_and_tokenizer",),
+    ),
+    Mutation(
+        "ablations: the interval of a mean is that of one seed",
+        "cdrmix/reason/experiments/table.py",
+        "student_quantile(count - 1) * deviation / math.sqrt(count)",
+        "student_quantile(count - 1) * deviation",
+        ("tests/reason/test_ablation.py::test_an_interval_of_three_seeds",),
+    ),
     # C++
-    *CPP,
+    Mutation(
+        "near-duplicates: texts without words are equal",
+        "csrc/minhash.hpp",
+        "(a[i] == b[i]) & (a[i] != EMPTY)",
+        "(a[i] == b[i])",
+        ("tests/data/test_minhash.py::test_what_has_no_words_resembles_nothing",),
+    ),
+    Mutation(
+        "near-duplicates: common shingles count twice in the union",
+        "csrc/minhash.hpp",
+        "const std::size_t all = a.size() + b.size() - common;",
+        "const std::size_t all = a.size() + b.size();",
+        ("tests/data/test_minhash.py::test_what_has_no_words_resembles_nothing",),
+    ),
+    Mutation(
+        "near-duplicates: a shingle of the text before reaches into the next text",
+        "csrc/words.hpp",
+        "        std::fill_n(hashes_.begin(), ngram_, 0);\n",
+        "",
+        ("tests/data/test_words.py::test_the_same_scratch_serves_texts_of_any_length",),
+    ),
+    Mutation(
+        "near-duplicates: the texts of a crowded bucket are compared with their neighbours alone",
+        "csrc/lsh.hpp",
+        "std::min(j, begin + limit);",
+        "std::min(j, begin);",
+        ("tests/data/test_minhash.py::test_a_crowded_bucket_has_the_pairs_of_the_definition",),
+    ),
+    Mutation(
+        "near-duplicates: an id that is twice in a bucket is a duplicate of itself",
+        "csrc/lsh.hpp",
+        "    entries.erase(std::unique(entries.begin(), entries.end(),\n"
+        "                              [](const BucketEntry& x, const BucketEntry& y) { "
+        "return x.hash == y.hash && x.id == y.id; }),\n"
+        "                  entries.end());\n",
+        "",
+        ("tests/data/test_minhash.py::test_bucket_pairs_are_those_of_the_definition",),
+    ),
+    Mutation(
+        "SimHash: fingerprints that differ in every block but one are not found",
+        "csrc/simhash.hpp",
+        "const int blocks = radius + 1;",
+        "const int blocks = radius > 0 ? radius : 1;",
+        ("tests/data/test_dedup.py::test_the_join_is_brute_force",),
+    ),
+    Mutation(
+        "SimHash: half of the votes are a majority",
+        "csrc/simhash.hpp",
+        "2 * counts_[bit] > total",
+        "2 * counts_[bit] >= total",
+        ("tests/data/test_dedup.py::test_nothing_gives_nothing",),
+    ),
+    Mutation(
+        "statistics: a word in two repeated runs counts twice",
+        "csrc/repetition.hpp",
+        "std::size_t word = std::max<std::size_t>(i, counted);",
+        "std::size_t word = i;",
+        ("tests/data/test_statistics.py::test_long_texts_of_few_words_repeat_as_defined",),
+    ),
+    Mutation(
+        "statistics: lines of the text before count as duplicates",
+        "csrc/statistics.hpp",
+        "word_hashes_.clear(), word_lengths_.clear(), lines_.clear();",
+        "word_hashes_.clear(), word_lengths_.clear();",
+        ("tests/data/test_statistics.py::test_a_text_is_counted_alone",),
+    ),
+    Mutation(
+        "statistics: bytes beyond ASCII count as characters",
+        "csrc/statistics.hpp",
+        "continuations_ += static_cast<std::uint64_t>(p - start) - 1;",
+        "",
+        ("tests/data/test_statistics.py::test_every_character_is_classified_as_python_does",),
+    ),
+    Mutation(
+        "personal data: cards of 15 digits stay",
+        "csrc/personal.hpp",
+        "(groups[2].size() != 5 && groups[2].size() != 4)",
+        "groups[2].size() != 4",
+        ("tests/data/test_pii.py::test_what_is_replaced",),
+    ),
+    Mutation(
+        "personal data: the first numbers of a longer version are an address",
+        "csrc/personal.hpp",
+        "        if (at(end) == '.' && is(at(end + 1), WORD)) return;\n        add(IP,",
+        "        add(IP,",
+        ("tests/data/test_pii.py::test_what_stays",),
+    ),
+    Mutation(
+        "exact duplicates: white space in front makes another text",
+        "csrc/squeeze.hpp",
+        "bool after_space = true;",
+        "bool after_space = false;",
+        ("tests/data/test_pipeline.py::test_white_space_is_squeezed_as_python_does",),
+    ),
+    Mutation(
+        "normalisation: the control character DEL stays",
+        "csrc/normal.hpp",
+        "byte < 0x7F;",
+        "byte <= 0x7F;",
+        ("tests/data/test_normalize.py::test_what_is_surely_normal_is_normal_in_any_order",),
+    ),
+    Mutation(
+        "languages: the beginning of a long text decides",
+        "csrc/language.hpp",
+        "(text.size() - most) / 2",
+        "0",
+        ("tests/data/test_language.py::test_the_middle_of_a_long_text_decides",),
+    ),
 )

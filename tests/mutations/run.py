@@ -19,6 +19,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,11 +29,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mutation import Mutation
-from mutations import MUTATIONS
+from mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 900  # seconds for the tests of one mutation
+CRASHES = [-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)]
 
 
 class Outcome(NamedTuple):
@@ -45,8 +46,8 @@ class Outcome(NamedTuple):
     @property
     def valid(self) -> bool:
         """Whether the tests ran. Codes 2 to 5: the code does not compile or cannot be imported, or the tests are not
-        there."""
-        return self.code is None or self.code < 2
+        there. A signal counts if it is of a crash: others come from outside."""
+        return self.code in (None, 0, 1) or self.code in CRASHES
 
     @property
     def found(self) -> bool:
