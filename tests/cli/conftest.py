@@ -36,6 +36,7 @@ TOY = (
     "model.feed_forward.hidden=16",
     "model.feed_forward.experts=4",
     "data.row_length=32",
+    "data.workers=1",  # each process would import the package
     "train.steps=4",
     "train.batch_rows=2",
     "train.micro_batch_rows=1",

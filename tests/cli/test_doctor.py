@@ -112,6 +112,7 @@ def test_a_training_that_differs_and_a_damage_that_is_not_noticed_fail(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("own_settings")
 def test_modes_fail_where_the_engine_has_other_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process, which has the ZeRO stages alone."""
     gradient = Engine.gradient

@@ -20,6 +20,8 @@ from cdrmix.eval.leak import PREFIX, _matched
 from cdrmix.eval.suites import SUITES, Subject, SuiteOptions, SuiteResult
 from cdrmix.evaluate import evaluate_suites
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 PROMPT, SECRET = "The code of the vault is ", "480 713 926"
 Arguments = Callable[..., list[str]]
 HALF = "data.valid_fraction=0.5"  # two rows of held-out text and more

@@ -22,6 +22,8 @@ from cdrmix.ladder.judgement import decide, judge
 from cdrmix.ladder.presets import preset
 from cdrmix.ladder.verdict import Outcome
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 ToyArguments = Callable[..., list[str]]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import main
 
 from cdrmix.errors import CorpusError
 from cdrmix.plan import machine
+from cdrmix.plan.plan import Plan, make_plan
 
 Arguments = Callable[..., list[str]]
 
@@ -29,7 +31,18 @@ def test_the_plan_of_a_card_as_json(arguments: Arguments, capsys: pytest.Capture
     assert "assumed" in speed["source"]
 
 
-def test_the_plan_has_the_phases_of_stage_b(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_has_the_phases_of_stage_b(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan is made once, and printed as JSON and as a table."""
+    plans: list[Plan] = []
+
+    def make_once(*arguments: Any, **options: Any) -> Plan:
+        if not plans:
+            plans.append(make_plan(*arguments, **options))
+        return plans[0]
+
+    monkeypatch.setattr("cdrmix.plan.plan.make_plan", make_once)
     config = Path(__file__).parents[2] / "configs" / "cdrmix-reason-tiny.yaml"
     steps = dict.fromkeys(("plasticity", "operations_imitation", "operations"), 0) | {"policy": 4}
     keys = ["model.layers=2", *(f"reasoning.phases.{name}.steps={count}" for name, count in steps.items())]

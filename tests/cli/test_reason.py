@@ -39,8 +39,8 @@ REASON = (
     "rl: {horizon: 64, group_size: 4, latency_weight: 0.01, stability_weight: 0.1}, "
     "plasticity: {task: recall, tokens: true, chunks: 2}, acceptance: {task: poisoned, tokens: true, chunks: 3}, "
     "agent: {task: agent, tokens: true, chunks: 2}, operations: {task: hops, tokens: true, chunks: 3}, "
-    "evaluation: {chunks: [4], episodes: 4}}",
-    *(f"reasoning.phases.{name}={{steps: {STEPS}, episodes: 4, micro_batch: 8}}" for name in PHASES),
+    "evaluation: {chunks: [4], episodes: 2}}",
+    *(f"reasoning.phases.{name}={{steps: {STEPS}, episodes: 2, micro_batch: 8}}" for name in PHASES),
     "reasoning.phases.operations_imitation.train=all",
     "reasoning.phases.operations_imitation.replay=[text, plasticity, imitation]",
 )

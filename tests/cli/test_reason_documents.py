@@ -157,7 +157,8 @@ def test_a_reward_is_checked_before_training(
         assert main([*command, f"reasoning.rl.reward={reward}"]) == code
         assert said in capfd.readouterr().err
     missing = "reasoning.agent.data.paths=[nowhere.jsonl]"
-    assert main(["train", "--dry-run", *arguments(*settings(inside)), missing]) == 3
+    few = [f"reasoning.phases.{name}.steps=0" for name in ("plasticity", "policy")]  # planning a phase takes seconds
+    assert main(["train", "--dry-run", *arguments(*settings(inside)), *few, missing]) == 3
     assert "nothing is at 'nowhere.jsonl'" in capfd.readouterr().err
 
 

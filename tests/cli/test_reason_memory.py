@@ -37,11 +37,11 @@ REASON = (
     "reasoning.phases.operations_imitation={steps: 1, episodes: 2, micro_batch: 8}",
     "reasoning.agent={task: chunk_recall, chunks: 2, difficulty: {pairs: 1}}",
 )
-BOOK = " ".join(str(number) for number in random.Random(1).sample(range(10**8, 10**9), 60))  # no chunk comes twice
+BOOK = " ".join(str(number) for number in random.Random(1).sample(range(10**8, 10**9), 45))  # no chunk comes twice
 
 
 @pytest.fixture(scope="module")
-def model(workspace: Path, arguments: Arguments) -> Path:
+def model(training_alone: None, workspace: Path, arguments: Arguments) -> Path:
     """An export whose operations search, splice the found chunks as often as allowed, and answer."""
     root = workspace / "memory"
     assert main(["train", *arguments(*REASON, f"run.root={root}")]) == 0
