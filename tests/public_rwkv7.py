@@ -5,13 +5,12 @@ Nothing here is of cdrmix: names and shapes are those of RWKV-x070-World-*.pth.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import rwkv
 import torch
 from torch import Tensor
@@ -74,15 +73,15 @@ torch.save((whole, torch.cat([first, second, torch.stack(third)])), sys.argv[2])
 TEXT = """
 import sys, torch
 from rwkv.model import RWKV
-from rwkv.utils import PIPELINE
+from rwkv.rwkv_tokenizer import TRIE_TOKENIZER
 model = RWKV(model=sys.argv[1].removesuffix(".pth"), strategy="cpu fp32")
-pipeline = PIPELINE(model, "rwkv_vocab_v20230424")
-prompt, count, ids = *torch.load(sys.argv[2]), []
-logits, state = model.forward([0, *pipeline.encode(prompt)], None)  # 0 ends the document before
+vocabulary, prompt, count = torch.load(sys.argv[2])
+tokenizer, ids = TRIE_TOKENIZER(vocabulary), []
+logits, state = model.forward([0, *tokenizer.encode(prompt)], None)  # 0 ends the document before
 for _ in range(count):
-    ids.append(int(logits[1:65530].argmax()) + 1)  # ids that are tokens of text
+    ids.append(int(logits[1 : len(tokenizer.idx2token) + 1].argmax()) + 1)  # ids that are tokens of text
     logits, state = model.forward(ids[-1:], state)
-torch.save(b"".join(pipeline.tokenizer.idx2token[token] for token in ids), sys.argv[2])
+torch.save(b"".join(tokenizer.idx2token[token] for token in ids), sys.argv[2])
 """
 
 
@@ -91,13 +90,8 @@ def _run(program: str, weights: Path, given: object) -> Any:
         file = Path(folder) / "given_and_result.pt"
         torch.save(given, file)
         environment = {"RWKV_V7_ON": "1", "RWKV_CUDA_ON": "0", "RWKV_JIT_ON": "0", "PYTHONSAFEPATH": "1", "PATH": ""}
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program, str(weights), str(file)],
-            env=environment,
-            check=True,
-            capture_output=True,
-            timeout=120,
-        )
+        process = forked.start(["-c", program, weights, file], environment)
+        assert process.wait(timeout=120) == 0, process.output
         return torch.load(file)
 
 
@@ -108,7 +102,7 @@ def logits_of_the_package(weights: Path, ids: Sequence[int]) -> tuple[Tensor, Te
     return whole, split
 
 
-def text_of_the_package(weights: Path, prompt: str, count: int) -> bytes:
+def text_of_the_package(weights: Path, vocabulary: Path, prompt: str, count: int) -> bytes:
     """The bytes of the most likely tokens after a prompt, with the package's own tokenizer."""
-    text: bytes = _run(TEXT, weights, (prompt, count))
+    text: bytes = _run(TEXT, weights, (str(vocabulary), prompt, count))
     return text

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from built_once import built_once
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
+from matplotlib.figure import Figure
+
+from cdrmix import workflow
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.hf.export import export_model
@@ -59,6 +63,16 @@ def model_with_weights(config: Config, *, plastic: bool = False, seed: int = 0) 
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_endings() -> Iterator[None]:
+    """Runs draw no pictures for their reports and write a sample of a few tokens: two thirds of a toy run's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda *_, **__: None)
+        patch.setattr(Figure, "get_layout_engine", lambda _: None)
+        patch.setattr(workflow, "SAMPLE", dataclasses.replace(workflow.SAMPLE, max_new_tokens=4))
+        yield
 
 
 @pytest.fixture(scope="session")

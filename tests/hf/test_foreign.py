@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -25,7 +26,7 @@ from cdrmix.config.schema_huggingface import _vocab_size
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import CdrmixWarning, Preempted
-from cdrmix.hf.foreign import _Experts
+from cdrmix.hf.foreign import _Experts, base_model
 from cdrmix.run_folder import RunFolder
 
 LLAMA = {
@@ -129,33 +130,49 @@ class StopAt(cdrmix.Callback):
         return bool(record.step == self._step)
 
 
-@pytest.mark.parametrize("mode", ["full", "recomputed", "lora"])
-def test_a_stopped_run_continues_bit_for_bit(finished: RunFolder, write: Write, mode: str) -> None:
-    model: dict[str, Any] = {"path": str(finished.export)}
-    model |= {"lora": {"rank": 2, "dropout": 0.1}} if mode == "lora" else {}
-    options = {"activation_checkpointing": mode == "recomputed", "log_every": 1}
-    path = write(f"continued-{mode}", model, "model", **options)
-    whole = cdrmix.train(Config.from_yaml(path, ["run.root=" + str(finished.path.parent / f"whole-{mode}")]))
-    config = Config.from_yaml(path, ["run.root=" + str(finished.path.parent / f"parts-{mode}")])
+@pytest.fixture(scope="module")
+def continued(finished: RunFolder, write: Write) -> Callable[[str, str], Config]:
+    """The configuration that continues the run in a mode, with its own runs in a folder of this name."""
+
+    def configure(mode: str, runs: str) -> Config:
+        model: dict[str, Any] = {"path": str(finished.export)}
+        model |= {"lora": {"rank": 2, "dropout": 0.1}} if mode == "lora" else {}
+        options = {"activation_checkpointing": mode == "recomputed", "log_every": 1}
+        path = write(f"continued-{mode}", model, "model", **options)
+        return Config.from_yaml(path, ["run.root=" + str(finished.path.parent / runs)])
+
+    return configure
+
+
+@pytest.fixture(scope="module")
+def whole(continued: Callable[[str, str], Config]) -> Callable[[str], Path]:
+    """The run of a mode that was not stopped; the same each time."""
+    return functools.cache(lambda mode: cdrmix.train(continued(mode, f"whole-{mode}")))
+
+
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "recomputed", "lora"])
+def test_a_stopped_run_continues_bit_for_bit(
+    mode: str, finished: RunFolder, whole: Callable[[str], Path], continued: Callable[[str, str], Config]
+) -> None:
+    config = continued(mode, f"parts-{mode}")
     with pytest.raises(Preempted):
         cdrmix.train(config, callbacks=[StopAt(3)])
     parts = cdrmix.train(config, resume="auto")
-    assert compare(whole, parts).lines[0].startswith("identical")
+    assert compare(whole(mode), parts).lines[0].startswith("identical")
     before = RunFolder(parts).summary()["held_out_before"]["bits_per_byte"]
     assert before == pytest.approx(finished.summary()["held_out"]["bits_per_byte"], rel=1e-6)
 
 
-def test_recomputed_activations_change_no_weight(finished: RunFolder, write: Write) -> None:
-    runs = finished.path.parent
-    folders = [next((runs / f"whole-{mode}").iterdir()) for mode in ("full", "recomputed")]
-    weights = [load_file(folder / "checkpoints" / "step-00000004" / "model.safetensors") for folder in folders]
+def test_recomputed_activations_change_no_weight(whole: Callable[[str], Path]) -> None:
+    checkpoints = [whole(mode) / "checkpoints" / "step-00000004" for mode in ("full", "recomputed")]
+    weights = [load_file(checkpoint / "model.safetensors") for checkpoint in checkpoints]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_a_model_is_made_first_if_its_folder_does_not_exist(finished: RunFolder, write: Write, tmp_path: Path) -> None:
-    base = write("base", {"random": LLAMA}, steps=2)
+    base = write("base", {"random": LLAMA}, steps=1)
     model = {"path": str(tmp_path / "made"), "made_by": str(base)}
-    path = write("on-base", model, "model", steps=2)
+    path = write("on-base", model, "model", steps=1)
     assert main(["validate", "--config", str(path)]) == 0
     assert main(["train", "--config", str(path)]) == 0
     assert (tmp_path / "made" / "model.safetensors").is_file()
@@ -168,7 +185,7 @@ def test_a_trained_model_does_not_need_the_folder_that_it_was_continued_from(
     finished: RunFolder, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = Path(shutil.copytree(finished.export, tmp_path / "base"))
-    run = RunFolder(cdrmix.train(Config.from_yaml(write("continued", {"path": str(base)}, "model"))))
+    run = RunFolder(cdrmix.train(Config.from_yaml(write("continued", {"path": str(base)}, "model", steps=1))))
     shutil.rmtree(base)
     _vocab_size.cache_clear()  # as in another process
     wanted = run.summary()["held_out"]
@@ -273,9 +290,9 @@ def test_tensors_that_the_architecture_has_not_are_told(finished: RunFolder, wri
     save_file(
         weights | {"model.surplus.weight": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"}
     )
-    path = write("surplus", {"path": str(folder)}, "model")
+    config = Config.from_yaml(write("surplus", {"path": str(folder)}, "model"))
     with pytest.warns(CdrmixWarning, match="1 tensors of .*, the first is model.surplus.weight"):
-        cdrmix.train(Config.from_yaml(path))
+        base_model(config)
 
 
 @pytest.mark.parametrize(

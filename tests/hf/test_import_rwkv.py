@@ -64,8 +64,8 @@ def test_logits_are_those_of_the_rwkv_package(dtype: torch.dtype, byte_vocabular
 
 def test_every_tensor_of_the_public_file_matters(tmp_path: Path) -> None:
     """So the comparison above would see a tensor in the wrong place; only block 0 has no use for v0, v1 and v2."""
-    public = public_weights(layers=2)
-    ids = torch.randint(0, 300, (1, 12), generator=torch.Generator().manual_seed(1))
+    public = public_weights(100, layers=2, width=64, hidden=96)
+    ids = torch.randint(0, 100, (1, 12), generator=torch.Generator().manual_seed(1))
 
     def logits(weights: dict[str, Tensor]) -> Tensor:
         torch.save(weights, tmp_path / "public.pth")
@@ -83,18 +83,21 @@ def test_every_tensor_of_the_public_file_matters(tmp_path: Path) -> None:
         assert torch.equal(before, changed) == (name in unused), name
 
 
-def test_text_is_continued_as_by_the_rwkv_package(tmp_path: Path) -> None:
-    """World vocabulary, greedy: from text to text through both packages."""
-    public = public_weights(65_536, layers=2, width=64)
-    torch.save(public, tmp_path / "world.pth")
+@pytest.mark.parametrize("size", [300, pytest.param(65_536, marks=pytest.mark.slow)])
+def test_text_is_continued_as_by_the_rwkv_package(size: int, byte_vocabulary: Path, tmp_path: Path) -> None:
+    """Greedy, from text to text through both packages; with the World vocabulary too."""
+    vocabulary = byte_vocabulary if size == 300 else VOCABULARY
+    public = public_weights(size, layers=2, width=64)
+    torch.save(public, tmp_path / "public.pth")
     folder = tmp_path / "imported"
-    assert main(["import", str(tmp_path / "world.pth"), "--tokenizer", str(VOCABULARY), "--out", str(folder)]) == 0
+    assert main(["import", str(tmp_path / "public.pth"), "--tokenizer", str(vocabulary), "--out", str(folder)]) == 0
     model = cdrmix.load(folder, device="cpu")
     prompt = "The quick brown 狐狸\n\n  x = 1"
     text = model.generate(prompt, temperature=0, max_new_tokens=12)
-    assert text == text_of_the_package(tmp_path / "world.pth", prompt, 12).decode("utf-8", errors="replace")
+    wanted = text_of_the_package(tmp_path / "public.pth", vocabulary, prompt, 12)
+    assert text == wanted.decode("utf-8", errors="replace")
     assert len(text) > 10
-    assert model.config.model.vocab_size == 65_536
+    assert model.config.model.vocab_size == size
     assert "has not trained it" in (folder / "README.md").read_text()
 
 
@@ -252,12 +255,14 @@ def test_a_damaged_file_is_refused(suffix: str, tmp_path: Path) -> None:
 
 
 def test_what_the_command_refuses(byte_vocabulary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weights, folder = tmp_path / "public.pth", tmp_path / "imported"
+    weights, folder, larger = tmp_path / "public.pth", tmp_path / "imported", tmp_path / "larger.txt"
     torch.save(public_weights(layers=1), weights)
+    pairs = "".join(f"{number} {bytes([97, number - 257])!r} 2\n" for number in range(262, 512))
+    larger.write_text(byte_vocabulary.read_text() + pairs)
     for arguments, status, message in (
         ([str(tmp_path / "none.pth"), "--tokenizer", str(byte_vocabulary)], 5, "none.pth does not exist"),
         ([str(PACKAGE), "--tokenizer", str(byte_vocabulary)], 5, "is not a file of weights, .pth or .safetensors"),
-        ([str(weights), "--tokenizer", str(VOCABULARY)], 7, "has 65530 tokens, but the vocabulary of"),
+        ([str(weights), "--tokenizer", str(larger)], 7, "has 512 tokens, but the vocabulary of"),
         ([str(weights), "--tokenizer", str(tmp_path / "none.txt")], 2, "cannot read"),
     ):
         assert main(["import", *arguments, "--out", str(folder)]) == status

@@ -37,8 +37,8 @@ def preset(name: str, folder: Path, *overrides: str) -> Config:
 
 
 def small(*overrides: str) -> Config:
-    """A llama with 1.0 M parameters."""
-    return Config.from_yaml(CONFIGS / "cpt-tiny-base.yaml", overrides)
+    """A llama with 0.6 M parameters."""
+    return Config.from_yaml(CONFIGS / "cpt-tiny-base.yaml", ["model.random.num_hidden_layers=2", *overrides])
 
 
 def parts(config: Config, processes: int = 1) -> dict[str, float]:
