@@ -39,14 +39,6 @@ def on(*devices: object) -> pytest.MarkDecorator:
 long_interpreter = on("cpu", "reference", pytest.param("triton", marks=pytest.mark.long), GPU)
 
 
-@pytest.fixture(params=["cpu", "reference", "triton", GPU], scope="module")
-def where(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device; which implementation serves it is in the environment. "triton" on a CPU is its interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CDRMIX_BACKEND", "triton" if request.param == "cuda" else request.param)
-        yield request.param
-
-
 def device_of(where: str) -> str:
     return "cuda" if where == "cuda" else "cpu"
 
