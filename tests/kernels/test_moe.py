@@ -153,11 +153,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_special_loads(device: str, name: str) -> None:
+def test_special_loads(where: str, device: str, name: str) -> None:
     case = CASES[name]
     found = case.found(device)
     check(found, case.exact())
-    same(found, case.found(device))  # the same bits every time
+    if where != "triton":  # its interpreter is numpy in one thread; repeats are in test_moe_triton.py
+        same(found, case.found(device))  # the same bits every time
     check(case.found(device, recompute=True), case.exact())
 
 
