@@ -27,7 +27,7 @@ def replaced_once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def looked_up(number_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """NumPy's type of a type of Triton, found by its name. The original makes a table of all types each time."""
+    """NumPy's type of a type of Triton, by its name; the original makes a table of all types each time."""
     known: dict[str, Any] = {}
 
     def look_up(dtype: Any) -> Any:

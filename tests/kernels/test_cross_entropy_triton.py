@@ -165,10 +165,10 @@ def test_chunks_change_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("small")
-def test_thirty_repeats_have_the_same_bits() -> None:
+def test_repeats_have_the_same_bits() -> None:
     case = make(3, 6, 70, 2, weighted=True, z_loss=0.01)
     wanted = case.run()
-    for _ in range(30):
+    for _ in range(2):  # the interpreter is numpy in one thread
         for name, x, y in zip(NAMES, case.run(), wanted, strict=True):
             assert torch.equal(x, y), name
 

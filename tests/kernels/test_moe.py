@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,14 +25,6 @@ GRADIENTS = ("x", "logits", "w_up", "w_down")
 
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(params=["cpu", "reference", "triton", GPU], scope="module")
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device; which implementation serves it is in the environment. "triton" on a CPU is its interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CDRMIX_BACKEND", "triton" if request.param == "cuda" else request.param)
-        yield "cuda" if request.param == "cuda" else "cpu"
 
 
 @dataclasses.dataclass
@@ -123,7 +114,7 @@ def routing_of(case: Case, device: str) -> ops.Routing:
 
 
 @pytest.mark.parametrize(
-    "device", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.slow), GPU], indirect=True, scope="module"
+    "where", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.slow), GPU], indirect=True, scope="module"
 )
 @given(
     tokens=st.integers(1, 40),
@@ -162,11 +153,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_special_loads(device: str, name: str) -> None:
+def test_special_loads(where: str, device: str, name: str) -> None:
     case = CASES[name]
     found = case.found(device)
     check(found, case.exact())
-    same(found, case.found(device))  # the same bits every time
+    if where != "triton":  # its interpreter is numpy in one thread; repeats are in test_moe_triton.py
+        same(found, case.found(device))  # the same bits every time
     check(case.found(device, recompute=True), case.exact())
 
 

@@ -80,9 +80,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", MODULES)
-def test_gradients_of_two_micro_batches_add_up(name: str) -> None:
+def test_gradients_of_two_micro_batches_add_up(backend: str, name: str) -> None:
     exact = train(MODULES[name]().double(), micro_batches(torch.float64), torch.float64)
     module = MODULES[name]()
     attached_weights.attach(module.parameters(), torch.bfloat16, add_gradients=True)
@@ -90,9 +89,10 @@ def test_gradients_of_two_micro_batches_add_up(name: str) -> None:
     for one, other in zip(found, exact, strict=True):
         assert one.dtype == torch.float32
         assert ratio(one, other) < BFLOAT16
-    again = MODULES[name]()
-    attached_weights.attach(again.parameters(), torch.bfloat16, add_gradients=True)
-    assert all(map(torch.equal, found, train(again, micro_batches())))
+    if backend != "triton":  # its interpreter is numpy in one thread
+        again = MODULES[name]()
+        attached_weights.attach(again.parameters(), torch.bfloat16, add_gradients=True)
+        assert all(map(torch.equal, found, train(again, micro_batches())))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from cdrmix import ops
-
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(params=["cpu", "reference", "triton", GPU], scope="module")
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device; which implementation serves it is in the environment. "triton" on a CPU is its interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CDRMIX_BACKEND", "triton" if request.param == "cuda" else request.param)
-        yield "cuda" if request.param == "cuda" else "cpu"
 
 
 @pytest.mark.parametrize("capacity", [None, 3])

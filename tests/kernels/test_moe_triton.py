@@ -136,18 +136,20 @@ SHAPES = [
     (37, 40, 72, 3, 2, {}),
     (1, 16, 16, 4, 2, {}),
     (33, 5, 3, 3, 1, {}),  # rows that are not aligned
+    (40, 24, 40, 3, 2, {"capacity": 18}),
+]
+LOADS = [  # other tables of tiles, which no activation changes
     (40, 32, 64, 3, 2, {"skew": "empty"}),
     (40, 24, 40, 3, 1, {"skew": "one"}),
     (7, 16, 16, 9, 2, {}),
-    (40, 24, 40, 3, 2, {"capacity": 18}),
     (20, 16, 16, 3, 3, {"capacity": 0}),
 ]
+CASES = [*((*shape, "swiglu") for shape in (*SHAPES, *LOADS)), *((*shape, "relu2") for shape in SHAPES)]
 
 
 @interpreted
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
-@pytest.mark.parametrize(("T", "D", "F", "E", "k", "how"), SHAPES)
+@pytest.mark.parametrize(("T", "D", "F", "E", "k", "how", "activation"), CASES)
 def test_experts_equal_float64(T: int, D: int, F: int, E: int, k: int, how: dict[str, Any], activation: str) -> None:
     case = make(T, D, F, E, k, activation, **how)
     found = case.run()
@@ -282,7 +284,7 @@ def test_tokens_in_another_order_have_their_bits() -> None:
 def test_repeats_have_the_same_bits() -> None:
     case = make(19, 16, 16, 3, 2, "swiglu")
     wanted = case.run()
-    for _ in range(3):
+    for _ in range(2):  # the interpreter is numpy in one thread; five on a GPU
         assert_same(case.run(), wanted)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from examples import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -62,6 +63,7 @@ def compare(sizes: tuple[int, int, int, int], seed: int, decay: float, limit: fl
 
 
 @interpreted
+@settings(max_examples=examples(8))
 @given(
     batch=st.integers(1, 3),
     chunks=st.integers(1, 5),
@@ -84,17 +86,17 @@ def test_on_a_gpu_they_equal_float64(sizes: tuple[int, int, int, int], limit: fl
     compare(sizes, 1, 0.9, limit, "cuda")
 
 
-def rows_of_chunks(rank: int, starts: list[int], device: str) -> None:
+def rows_of_chunks(rank: int, chunks: int, starts: list[int], device: str) -> None:
     """Values and gradients of `plastic_chunks` in float32, with the kernels, against float64 on a CPU.
 
-    starts: tokens of the second row at which documents begin.
+    chunks: whole ones, before a part of one. starts: tokens of the second row at which documents begin.
     """
     random = torch.Generator().manual_seed(4)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=random, dtype=torch.float64)
 
-    tokens, width = 3 * 8 + 5, 60  # with the identity more rows of values than a head of wkv7 has
+    tokens, width = chunks * 8 + 5, 60  # with the identity more rows of values than a head of wkv7 has
     exact = {
         "x": normal(2, tokens, 7),
         "w": normal(5, 7),
@@ -120,30 +122,33 @@ def rows_of_chunks(rank: int, starts: list[int], device: str) -> None:
         for result, inputs in zip(results, (found, exact), strict=True)
     ]
     for one, other in [*pairs, *zip(*gradients, strict=True)]:
-        # Four chunks of 8 tokens, whose updates have products of 60 terms.
-        assert (one.cpu().double() - other).abs().max() <= 4 * 8 * 60 * 2.0**-24 * other.abs().max()
+        # Chunks of 8 tokens, whose updates have products of 60 terms.
+        assert (one.cpu().double() - other).abs().max() <= (chunks + 1) * 8 * 60 * 2.0**-24 * other.abs().max()
 
 
 # Rank 12: two heads of values; 70: three, and five programs for the states. Documents that begin with a chunk, inside
 # of one, twice in one and in the part of a chunk at the end; none.
-ROWS = [(12, []), (12, [3, 8, 17, 19, 26]), pytest.param(70, [8], marks=pytest.mark.long)]
+ROWS = [(12, 3, []), (12, 3, [3, 8, 17, 19, 26]), pytest.param(70, 3, [8], marks=pytest.mark.long)]
 
 
 @interpreted
-@pytest.mark.parametrize(("rank", "starts"), ROWS)
-def test_rows_of_chunks_with_the_kernels(rank: int, starts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rank", "chunks", "starts"), [(12, 2, [3, 8, 11, 18]), *ROWS[2:]])
+def test_rows_of_chunks_with_the_kernels(
+    rank: int, chunks: int, starts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first row is one document."""
     monkeypatch.setenv("CDRMIX_BACKEND", "triton")
     called = []
     states = fast_weight_chunks._plastic_states
     monkeypatch.setattr(fast_weight_chunks, "_plastic_states", lambda *inputs: called.append(1) or states(*inputs))
-    rows_of_chunks(rank, starts, "cpu")
+    rows_of_chunks(rank, chunks, starts, "cpu")
     assert called, "several whole chunks are one kernel"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rank", "starts"), ROWS)
-def test_rows_of_chunks_on_a_gpu(rank: int, starts: list[int]) -> None:
-    rows_of_chunks(rank, starts, "cuda")
+@pytest.mark.parametrize(("rank", "chunks", "starts"), ROWS)
+def test_rows_of_chunks_on_a_gpu(rank: int, chunks: int, starts: list[int]) -> None:
+    rows_of_chunks(rank, chunks, starts, "cuda")
 
 
 @interpreted

@@ -6,7 +6,8 @@ import importlib
 
 import pytest
 import torch
-from hypothesis import given
+from examples import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -47,6 +48,7 @@ def assert_near(x: Tensor, weight: Tensor, dlogits: Tensor) -> None:
 
 
 @interpreted
+@settings(max_examples=examples(8))
 @given(st.integers(1, 70), st.integers(1, 150), st.integers(1, 64), st.sampled_from([torch.float32, torch.float16]))
 def test_the_kernels_are_near_float64(T: int, D: int, E: int, dtype: torch.dtype) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -14,13 +14,13 @@ from cdrmix.kernels.ssd import reference as reference_scan
 BACKENDS = ["cpu", "triton", "reference"]
 
 
-def arguments(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def arguments(dtype: torch.dtype = torch.float32, heads: int = 3, K: int = 8, V: int = 6) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(2, 5, *shape, generator=generator).to(dtype)
 
-    return {"q": normal(1, 8), "k": normal(1, 8), "v": normal(3, 6), "log_decay": -normal(3).abs()}
+    return {"q": normal(1, K), "k": normal(1, K), "v": normal(heads, V), "log_decay": -normal(heads).abs()}
 
 
 def starts(*values: int) -> Tensor:
@@ -90,18 +90,12 @@ def test_the_step_takes_one_token_and_no_gradient() -> None:
         ops.ssd_scan_step(*token, state[:1])
 
 
-@pytest.mark.parametrize(
-    ("packed", "exclusive"),
-    [
-        (False, False),
-        (True, True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, True), (True, False))),
-    ],
-)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("exclusive", [False, True])
 def test_the_gradients_are_those_of_finite_differences(packed: bool, exclusive: bool) -> None:
-    inputs = [x.requires_grad_() for x in arguments(torch.float64).values()]
+    inputs = [x.requires_grad_() for x in arguments(torch.float64, heads=2, K=3, V=2).values()]
     cu_seqlens = starts(0, 3, 5, 10) if packed else None
-    state = torch.randn(3 if packed else 2, 3, 6, 8, dtype=torch.float64, requires_grad=True)
+    state = torch.randn(3 if packed else 2, 2, 2, 3, dtype=torch.float64, requires_grad=True)
 
     def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         flags = {"cu_seqlens": cu_seqlens, "exclusive": exclusive, "return_state": True, "chunk": 16}

@@ -31,7 +31,7 @@ Tensors = dict[str, Tensor | None]
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
 
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-sizes = st.tuples(st.integers(1, 2), st.integers(1, 37), st.sampled_from([(1, 32), (3, 32), (3, 64), (1, 128)]))
+sizes = st.tuples(st.integers(1, 2), st.integers(1, 37), st.sampled_from([(1, 32), (3, 32), (2, 64), (1, 128)]))
 
 
 def streams_inputs(batch: int, length: int, heads: int, head_size: int, *, last: bool, starts: bool) -> Tensors:
@@ -110,7 +110,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 @implementations
 @given(seed=st.integers(0, 10**6), size=sizes)
 # No shrinking: it takes minutes in the interpreter.
-@settings(max_examples=examples(4), phases=[Phase.generate])
+@settings(max_examples=examples(3), phases=[Phase.generate])
 def test_values_and_gradients_are_near_float64(implementation: str, seed: int, size: tuple) -> None:  # type: ignore[type-arg]
     batch, length, (heads, head_size) = size
     torch.manual_seed(seed)
@@ -209,7 +209,7 @@ def test_thirty_runs_have_the_same_bits(implementation: str, monkeypatch: pytest
     torch.manual_seed(3)
     for name, tensors in every(1, 19, 1, 32)[3:]:
         first = run(ops, name, tensors, 32, torch.float32)
-        for _ in range(29 if implementation == "cpu" else 4):  # the interpreter has one thread and no race to lose
+        for _ in range(29 if implementation == "cpu" else 2):  # the interpreter has one thread and no race to lose
             again = run(ops, name, tensors, 32, torch.float32)
             assert all(torch.equal(first[key], again[key]) for key in first)
 

@@ -37,14 +37,7 @@ def on(*devices: object) -> pytest.MarkDecorator:
 # The interpreter takes a second for each chunk and head: where examples are searched or rows are long it takes minutes.
 # test_wkv7_triton.py has the cases of the quick tests, chosen at the edges.
 long_interpreter = on("cpu", "reference", pytest.param("triton", marks=pytest.mark.long), GPU)
-
-
-@pytest.fixture(params=["cpu", "reference", "triton", GPU], scope="module")
-def where(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device; which implementation serves it is in the environment. "triton" on a CPU is its interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CDRMIX_BACKEND", "triton" if request.param == "cuda" else request.param)
-        yield request.param
+compiled = on("cpu", "reference", GPU)  # the same of the interpreter is in test_wkv7_triton.py
 
 
 def device_of(where: str) -> str:
@@ -183,7 +176,7 @@ def test_equals_the_definition(where: str, case: Case, data: st.DataObject) -> N
 
 
 def test_equals_the_definition_at_the_widest(where: str) -> None:
-    case = Case(1, 1, 34, 1, (128, 128), [0, 1, 1, 34])
+    case = Case(1, 1, 33, 1, (128, 128), [0, 0, 33])
     assert_near(case.found(where), case.exact(), bar_of(where))
 
 
@@ -233,7 +226,7 @@ def test_two_calls_with_the_state_between_equal_one(where: str, seed: int, lengt
 
 
 @settings(max_examples=examples(5))
-@given(seed=st.integers(0, 10**6), length=st.integers(2, 80), data=st.data())
+@given(seed=st.integers(0, 10**6), length=st.integers(2, 40), data=st.data())
 def test_the_future_cannot_alter_the_past(where: str, seed: int, length: int, data: st.DataObject) -> None:
     """Earlier outputs give later tokens no gradient at all, and stay when the later tokens change.
 
@@ -274,13 +267,15 @@ def test_packed_documents_are_documents_apart_to_the_bit(where: str, case: Case)
         assert torch.equal(packed["dstate"][n], apart["dstate"][0])
 
 
+@compiled
 def test_thirty_times_the_same_bits(where: str) -> None:
     case = Case(5, 2, 45, 1, (32, 32), [0, 7, 45, 60, 90])
     first = case.found(where)
-    for _ in range(29 if where != "triton" else 1):  # the interpreter is numpy in one thread
+    for _ in range(29):
         assert_same_bits(first, case.found(where))
 
 
+@compiled
 def test_rows_do_not_know_their_neighbours(where: str) -> None:
     case, turned = Case(6, 3, 33, 1, (32, 64)), Case(6, 3, 33, 1, (32, 64))
     order = torch.tensor([2, 0, 1])
@@ -290,7 +285,7 @@ def test_rows_do_not_know_their_neighbours(where: str) -> None:
 
 
 def test_strided_views_are_taken_as_they_are(where: str) -> None:
-    case, device = Case(7, 2, 33, 2, (32, 32)), device_of(where)
+    case, device = Case(7, 1, 33, 2, (32, 32)), device_of(where)
     dense = [case.inputs[name].float().to(device) for name in NAMES]
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in dense[:6]]
     wide = torch.cat([dense[6], dense[6]], -1)[..., :32]
@@ -303,20 +298,20 @@ def test_strided_views_are_taken_as_they_are(where: str) -> None:
     assert_same_bits({name: value.detach().cpu() for name, value in found.items()}, case.found(where))
 
 
-@pytest.mark.parametrize("wanted", [*NAMES, "nothing"])
-def test_only_what_is_wanted_is_differentiated(where: str, wanted: str) -> None:
+def test_only_what_is_wanted_is_differentiated(where: str) -> None:
     case, device = Case(8, 1, 20, 1, (32, 32)), device_of(where)
-    inputs = {name: value.float().to(device) for name, value in case.inputs.items()}
     whole = case.found(where)
-    if wanted != "nothing":
-        inputs[wanted].requires_grad_()
-    y, last = ops.wkv7(**inputs, return_state=True)
-    assert last is not None
-    assert torch.equal(y.detach().cpu(), whole["y"])
-    assert y.requires_grad == (wanted != "nothing")
-    if wanted != "nothing":
-        (dx,) = torch.autograd.grad([y, last], inputs[wanted], [case.dy.to(y), case.dlast.to(y)])
-        assert torch.equal(dx.cpu(), whole[f"d{wanted}"])
+    for wanted in (*NAMES, "nothing"):
+        inputs = {name: value.float().to(device) for name, value in case.inputs.items()}
+        if wanted != "nothing":
+            inputs[wanted].requires_grad_()
+        y, last = ops.wkv7(**inputs, return_state=True)
+        assert last is not None
+        assert torch.equal(y.detach().cpu(), whole["y"]), wanted
+        assert y.requires_grad == (wanted != "nothing"), wanted
+        if wanted != "nothing":
+            (dx,) = torch.autograd.grad([y, last], inputs[wanted], [case.dy.to(y), case.dlast.to(y)])
+            assert torch.equal(dx.cpu(), whole[f"d{wanted}"]), wanted
 
 
 def test_a_step_is_the_scan_of_one_token(where: str) -> None:

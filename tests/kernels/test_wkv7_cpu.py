@@ -252,28 +252,26 @@ def python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_compiles_nothing() -> None:
-    python(
-        "import numba, llvmlite.binding as binding\n"
-        "numba.njit(lambda: 0)\n"  # numba itself asks LLVM about the processor, once
-        "def refuse(*arguments): raise AssertionError('LLVM was called')\n"
-        "binding.parse_assembly = binding.parse_bitcode = refuse\n"
-        "from cdrmix.kernels.rwkv7 import cpu, cpu_simd\n"
-        "assert not cpu_simd.scan.signatures and not cpu_simd.scan_back.signatures\n"
-    )
-
-
 def digest(tensors: list[Tensor]) -> str:
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in tensors)).hexdigest()
 
 
-def test_the_environment_sets_the_threads_and_no_folder_for_compiled_code_is_needed() -> None:
-    """A fresh process with two OpenMP threads and nowhere to write: no warning, the same bits."""
+def test_a_fresh_process_imports_without_compiling_and_needs_no_folder_for_compiled_code() -> None:
+    """With two OpenMP threads by the environment and nowhere to write: no warning, the same bits."""
     found = python(
         """
-import hashlib, torch, numba.core.caching
+import hashlib, torch, numba.core.caching, llvmlite.binding as binding
 numba.core.caching.CacheImpl._locator_classes = []
-from cdrmix.kernels.rwkv7 import cpu as wkv7_cpu
+numba.njit(lambda: 0)  # numba itself asks LLVM about the processor, once
+
+def refuse(*arguments):
+    raise AssertionError("LLVM was called")
+
+asked = binding.parse_assembly, binding.parse_bitcode
+binding.parse_assembly = binding.parse_bitcode = refuse
+from cdrmix.kernels.rwkv7 import cpu as wkv7_cpu, cpu_simd
+assert not cpu_simd.scan.signatures and not cpu_simd.scan_back.signatures
+binding.parse_assembly, binding.parse_bitcode = asked
 wkv7_cpu.SERIAL_WORK = 0
 assert torch.get_num_threads() == 2
 generator = torch.Generator().manual_seed(5)

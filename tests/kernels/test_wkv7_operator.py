@@ -15,10 +15,10 @@ from cdrmix.errors import ConfigError
 from cdrmix.kernels.common import chunks
 
 
-def arguments(dtype: torch.dtype = torch.float32, width: int = 32) -> dict[str, Any]:
+def arguments(dtype: torch.dtype = torch.float32, width: int = 32, heads: int = 3) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     names = ("r", "log_w", "k", "v", "a", "b")
-    tensors = {name: torch.randn(2, 5, 3, width, generator=generator).to(dtype) for name in names}
+    tensors = {name: torch.randn(2, 5, heads, width, generator=generator).to(dtype) for name in names}
     return tensors | {"log_w": -tensors["log_w"].abs()}
 
 
@@ -154,16 +154,16 @@ def test_the_operator_is_registered_as_pytorch_wants_it(
 ) -> None:
     """Schema, fake tensors and autograd registration agree with what the operator does."""
     monkeypatch.setenv("CDRMIX_BACKEND", backend)
-    inputs = [x.requires_grad_() for x in arguments().values()]
+    inputs = [x.requires_grad_() for x in arguments(heads=1).values()]
     cu_seqlens = starts(0, 3, 5, 10) if packed else None
-    state = torch.randn(3 if packed else 2, 3, 32, 32, requires_grad=True)
+    state = torch.randn(3 if packed else 2, 1, 32, 32, requires_grad=True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for flags in ((False, False), (True, True), (True, False)):  # save, recompute
         torch.library.opcheck(
             torch.ops.cdrmix.wkv7.default, (*inputs, state, cu_seqlens, None, *flags, True), test_utils=checks
         )
     token = [x.detach()[:, 0].contiguous() for x in inputs]
-    torch.library.opcheck(torch.ops.cdrmix.wkv7_step.default, (*token, torch.zeros(2, 3, 32, 32)), test_utils=checks)
+    torch.library.opcheck(torch.ops.cdrmix.wkv7_step.default, (*token, torch.zeros(2, 1, 32, 32)), test_utils=checks)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.slow)])

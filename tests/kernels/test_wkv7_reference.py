@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from examples import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -45,6 +46,7 @@ def packed_by_hand(tensors: list[Tensor], cu_seqlens: list[int]) -> Tensor:
     return torch.cat(pieces, 1).view(batch, length, *pieces[0].shape[2:])
 
 
+@settings(max_examples=examples(8))
 @given(
     seed=st.integers(0, 10**6),
     batch=st.integers(1, 2),
@@ -70,6 +72,7 @@ def test_equals_the_definition(
         torch.testing.assert_close(left, right, **CLOSE)
 
 
+@settings(max_examples=examples(8))
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 40), data=st.data())
 def test_packed_documents_equal_documents_apart(seed: int, length: int, data: st.DataObject) -> None:
     batch = 2

@@ -115,12 +115,12 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     ("chunk", "case"),
     [
-        (32, make(2, 33, 2, 32, 64)),
+        (32, make(1, 33, 2, 32, 64)),
         (32, make(1, 5, 1, 128, 32)),
         (64, make(1, 67, 1, 64, 64)),
         (64, make(1, 128, 1, 32, 64, pinned=True)),
         (32, make(1, 1, 1, 32, 32)),
-        (32, make(1, 70, 2, 32, 32, cu_seqlens=[0, 0, 1, 33, 33, 66, 69, 70, 70])),
+        (32, make(1, 70, 1, 32, 32, cu_seqlens=[0, 0, 1, 33, 33, 66, 69, 70, 70])),
         (64, make(2, 70, 1, 32, 64, cu_seqlens=[0, 64, 70, 140])),
     ],
 )
@@ -131,8 +131,10 @@ def test_float32_equals_the_definition(chunk: int, case: Case) -> None:
     assert_same(case.run(chunk, recompute=True), found)
 
 
-@pytest.mark.parametrize("chunk", [32, 64])
-@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(
+    ("chunk", "pinned"),
+    [(32, False), (64, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((32, True), (64, False)))],
+)
 def test_bfloat16_is_near_the_definition(chunk: int, pinned: bool) -> None:
     """Operands and stored maps in bfloat16, sums in float32, as on a GPU; y and gradients rounded to bfloat16 too."""
     case = make(1, 130, 1, 64, 64, dtype=torch.bfloat16, pinned=pinned)
@@ -176,8 +178,8 @@ def test_packed_documents_have_the_bits_of_documents_apart() -> None:
 
 
 def test_rows_of_a_batch_have_their_bits_in_any_order() -> None:
-    case = make(3, 40, 1, 32, 32)
-    order = torch.tensor([2, 0, 1])
+    case = make(2, 40, 1, 32, 32)
+    order = torch.tensor([1, 0])
     inputs = [x[order].contiguous() for x in case.inputs]
     other = Case(inputs, case.state[order], case.dy[order], case.dlast[order], case.cu_seqlens, packed=False)
     assert_same(other.run(32), [x[order] for x in case.run(32)])
