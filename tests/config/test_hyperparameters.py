@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from counted import parameters_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cdrmix.config.hyperparameters import countable, hyperparameters, model_size, round_rows
 from cdrmix.config.schema import Attention, Config, Depth, FeedForward, Mamba, Model, Rwkv
 from cdrmix.errors import ConfigError
-from cdrmix.plan.parameters import count_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LADDERS = ("micro", "two-rungs")  # ladder files, which name rungs
@@ -30,7 +30,7 @@ def dotted(section: dict[str, object], prefix: str) -> dict[str, object]:
 def agrees(model: Model) -> None:
     """The count of the rules is that of the model, which is built on the meta device, without further depths: the laws
     are of models that predict the next token."""
-    size, count = model_size(dotted(model.model_dump(), "model")), count_parameters(model)
+    size, count = model_size(dotted(model.model_dump(), "model")), parameters_of(model)
     assert size is not None
     further = count.stored["prediction"]
     assert size.active == count.total_active - further

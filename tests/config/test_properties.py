@@ -162,5 +162,4 @@ SECTIONS = [
 
 @given(st.sampled_from(SECTIONS), plain)
 def test_any_value_of_any_section(key: str, value: object) -> None:
-
     says_only_config_error(TINY.encode(), f"{key}={json.dumps(value)}")

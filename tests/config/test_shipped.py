@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from counted import parameters_of
 
 from cdrmix.config.schema import Config
 from cdrmix.data.curriculum import Mixture
 from cdrmix.data.shards import Stratum
-from cdrmix.plan.parameters import count_parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SIZES = ("1b", "4b", "40b", "200b")
@@ -50,8 +50,9 @@ def test_loads_and_round_trips(path: Path, tmp_path: Path) -> None:
     assert config.kind == ("reasoning" if "-reason-" in path.stem else "core")
     snapshot = tmp_path / "snapshot.yaml"
     snapshot.write_text(config.to_yaml())
-    assert Config.from_yaml(snapshot) == config
-    assert Config.from_yaml(snapshot).to_yaml() == snapshot.read_text()
+    again = Config.from_yaml(snapshot)
+    assert again == config
+    assert again.to_yaml() == snapshot.read_text()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -81,7 +82,7 @@ def test_sizes(kind: str, size: str) -> None:
 def test_token_budget(kind: str, size: str) -> None:
     config = Config.from_yaml(CONFIGS / f"cdrmix-{kind}-{size}.yaml")
     tokens = config.train.steps * config.train.batch_rows * config.data.row_length
-    active = count_parameters(config.model).total_active
+    active = parameters_of(config.model).total_active
     assert tokens == pytest.approx(20 * active, abs=50 * config.train.batch_rows * config.data.row_length)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from counted import parameters_of
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import CurriculumStage, TasksSource
-from cdrmix.plan.parameters import count_parameters
 from cdrmix.reason.heads import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ SETTINGS = [
 
 
 def active(size: str) -> int:
-    return count_parameters(config_of("core", size).model).total_active
+    return parameters_of(config_of("core", size).model).total_active
 
 
 def tokens(config: Config) -> int:
