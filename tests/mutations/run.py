@@ -158,13 +158,14 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="errors at once (default: CPUs)")
     options = parser.parse_args()
     chosen = [each for each in MUTATIONS if any(word in each.name for word in options.only)]
-    missed, finders = [], []
+    missed: list[Mutation] = []
+    finders: list[str] = []
     with tempfile.TemporaryDirectory(prefix="cdrmix-mutations-") as name, ProcessPoolExecutor(options.jobs) as jobs:
         arguments = Path(name), options.tests, options.slow
         print("| error | file | found by | CPU seconds |\n|---|---|---|---|", flush=True)
         for mutation, outcome in zip(chosen, jobs.map(functools.partial(check, *arguments), chosen), strict=True):
             if outcome.found:
-                finders += outcome.failed.split(", ") if outcome.code == 1 else mutation.tests[:1]
+                finders.append(outcome.failed if outcome.code == 1 else mutation.tests[0])
                 by = f"`{outcome.failed.removeprefix('tests/')}`"
             else:
                 missed.append(mutation)
