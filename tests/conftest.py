@@ -18,6 +18,7 @@ sys.path.append(os.path.dirname(__file__))  # forked.py and other modules that t
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a script's &, here and by what tests start
 
 import contextlib
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -136,6 +137,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # modules and tests stay: the collections during the tests need not look at them
 
 
 @pytest.fixture
