@@ -27,6 +27,8 @@ from cdrmix.hf.harness import language_model
 from cdrmix.hf.harness_model import HarnessModel
 from cdrmix.hf.load import load_alone
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 SHIPPED = Path(lm_eval.tasks.__file__).parent
 FILES = {
     "hellaswag": "hellaswag/hellaswag.yaml",
