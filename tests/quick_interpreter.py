@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -38,9 +39,32 @@ def looked_up(number_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return look_up
 
 
+def made_once(make: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """Everything in a tensor but its handle follows from its type: made for the first tensor of each type."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in known:
+            make(self, handle, type)
+            known[type.name] = {name: value for name, value in vars(self).items() if name != "handle"}
+        vars(self).update(known[type.name], handle=handle)
+
+    return make_tensor
+
+
+def passed_through(broadcast: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Operands of one type have one shape."""
+    return lambda left, right: (left, right) if left.type.name == right.type.name else broadcast(left, right)
+
+
 def install() -> None:
+    if not triton.knobs.runtime.interpret:
+        return
     interpreter._patch_lang = replaced_once(interpreter._patch_lang)
     interpreter._get_np_dtype = looked_up(interpreter._get_np_dtype)
+    tl.tensor.__init__ = made_once(tl.tensor.__init__)
+    semantic = interpreter.interpreter_semantic
+    semantic.broadcast_impl_value = passed_through(semantic.broadcast_impl_value)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # sums and products of integers are made again in int64, for an assertion left out
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -274,16 +274,42 @@ def test_bfloat16_loss_gradients_keep_the_scale_of_the_loss() -> None:
     assert abs(ratio - 1) < 2**-10  # rounding of single elements averages out over 1,024 of them
 
 
-def test_the_operators_need_torch_alone() -> None:
-    """A machine with PyTorch and Triton alone can run the ops: no other package of ours is imported."""
-    code = (
-        "import sys\n"
-        "allowed = set(sys.stdlib_module_names) | {'torch', 'triton', 'cdrmix'}\n"
-        "import torch\n"
-        "before = set(sys.modules)\n"
-        "import cdrmix.ops\n"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "assert new <= allowed, new - allowed\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT.parent)
+FRESH = """
+import importlib.util
+import sys
+import torch
+
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "numba" else find(name, *rest)
+before = set(sys.modules)
+import cdrmix.ops
+
+x = torch.randn(1, 9, 1, 32)
+assert cdrmix.ops.backend(x) == "reference"
+assert cdrmix.ops.wkv7(x, -x.abs(), x, x, x, x)[0].shape == x.shape
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+assert new <= set(sys.stdlib_module_names) | {"torch", "triton", "cdrmix"}, new
+importlib.util.find_spec = find
+if find("numba") is None:  # a bare GPU machine
+    sys.exit()
+
+import numba, llvmlite.binding
+
+numba.njit(lambda: 0)  # numba itself asks LLVM about the processor, once
+
+def refuse(*arguments):
+    raise AssertionError("LLVM was called")
+
+llvmlite.binding.parse_assembly = llvmlite.binding.parse_bitcode = refuse
+from cdrmix.kernels.rwkv7 import cpu, cpu_simd
+
+assert not cpu_simd.scan.signatures and not cpu_simd.scan_back.signatures
+"""
+
+
+def test_a_fresh_process_needs_torch_alone_and_compiles_nothing_before_a_call() -> None:
+    """The operators import nothing but PyTorch and Triton; the reference serves a CPU without numba; importing the
+    kernels for CPUs compiles none of them and warns of nothing."""
+    command = [sys.executable, "-W", "error", "-c", FRESH]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT.parent)
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,12 +25,16 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(params=["openmp", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    pools: dict[int, ThreadPoolExecutor] = {}
     if request.param == "python":
         monkeypatch.setattr(cpu, "_start", None)
+        monkeypatch.setattr(cpu, "_pools", pools)
     elif cpu._start is None:
         pytest.skip("PyTorch is linked with another OpenMP than GNU's")
-    return request.param  # type: ignore[no-any-return]
+    yield request.param
+    for pool in pools.values():
+        pool.shutdown()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -56,11 +61,11 @@ def test_the_threads_are_those_of_pytorch() -> None:
     if cpu._start is None:
         pytest.skip("PyTorch is linked with another OpenMP than GNU's")
 
-    both, foreign = threading.Barrier(2, timeout=60), []
+    both, foreign = threading.Barrier(2, timeout=60), []  # foreign: of threads that Python did not start
 
     def part(_: int) -> None:
         both.wait()
-        foreign.append(isinstance(threading.current_thread(), threading._DummyThread))  # Python did not start it
+        foreign.append(threading.get_ident() not in {thread.ident for thread in threading.enumerate()})
 
     def number() -> int:
         return len(os.listdir("/proc/self/task"))

@@ -256,22 +256,14 @@ def digest(tensors: list[Tensor]) -> str:
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in tensors)).hexdigest()
 
 
-def test_a_fresh_process_imports_without_compiling_and_needs_no_folder_for_compiled_code() -> None:
-    """With two OpenMP threads by the environment and nowhere to write: no warning, the same bits."""
+@pytest.mark.slow  # compiles; the quick tests have what was compiled before
+def test_the_environment_sets_the_threads_and_no_folder_for_compiled_code_is_needed() -> None:
+    """A fresh process with two OpenMP threads and nowhere to write: no warning, the same bits."""
     found = python(
         """
-import hashlib, torch, numba.core.caching, llvmlite.binding as binding
+import hashlib, torch, numba.core.caching
 numba.core.caching.CacheImpl._locator_classes = []
-numba.njit(lambda: 0)  # numba itself asks LLVM about the processor, once
-
-def refuse(*arguments):
-    raise AssertionError("LLVM was called")
-
-asked = binding.parse_assembly, binding.parse_bitcode
-binding.parse_assembly = binding.parse_bitcode = refuse
-from cdrmix.kernels.rwkv7 import cpu as wkv7_cpu, cpu_simd
-assert not cpu_simd.scan.signatures and not cpu_simd.scan_back.signatures
-binding.parse_assembly, binding.parse_bitcode = asked
+from cdrmix.kernels.rwkv7 import cpu as wkv7_cpu
 wkv7_cpu.SERIAL_WORK = 0
 assert torch.get_num_threads() == 2
 generator = torch.Generator().manual_seed(5)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,10 +31,11 @@ def inputs(seed: int) -> list[Tensor]:
 
 
 @pytest.fixture
-def quiet() -> None:
-    """Importing these packages warns, of CPUs without Triton and the like; their users' business."""
-    os.environ.setdefault("KERAS_BACKEND", "torch")
-    warnings.simplefilter("ignore")
+def quiet() -> Iterator[None]:
+    """Importing these packages warns, of CPUs without Triton and the like, and sets variables: not our business."""
+    with patch.dict(os.environ, KERAS_BACKEND="torch"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @pytest.mark.usefixtures("quiet")
