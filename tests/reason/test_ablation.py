@@ -316,6 +316,7 @@ def test_an_arm_trains_what_its_phases_replay(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_settings")
 def test_answers_are_trained_beside_demonstrations(tmp_path: Path) -> None:
     said: list[str] = []
     few = ["model={d_model: 32, vocab_size: 600, layers: 1}", "reasoning.phases.plasticity.steps=1"]
@@ -326,6 +327,7 @@ def test_answers_are_trained_beside_demonstrations(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("own_settings")
 def test_an_arm_that_is_killed_in_any_phase_goes_on(tmp_path: Path) -> None:
     """It has the measurements of an arm that is not, to the bit, and makes no step again that a checkpoint has."""
     said: list[str] = []

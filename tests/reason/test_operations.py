@@ -390,6 +390,7 @@ def test_an_overflow_in_separate_passes_is_of_the_gradients_alone() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("own_settings")
 def test_imitation_learns_what_to_do(training: Callable[[Config, int, float], Config]) -> None:
     """After a hundred small steps most of what the expert does is met, 0.70 to 0.79 with three seeds. Heads of zeros
     begin with noop everywhere, a quarter of them."""
