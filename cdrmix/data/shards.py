@@ -76,6 +76,17 @@ class Piece(NamedTuple):
     start: int
 
 
+class _Folder:
+    """What the splits share. They do not refer to their ShardSet: its files are closed as soon as nobody has it."""
+
+    def __init__(self, path: Path, end_of_text: str) -> None:
+        self.path, self.end_of_text = path, end_of_text
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        return TextTokenizer.load_stored(self.path / "tokenizer.json", self.end_of_text, lossless=False)
+
+
 class Split:
     """One split, memory-mapped.
 
@@ -87,7 +98,7 @@ class Split:
     rejected answer of pair n, and one segment.
     """
 
-    def __init__(self, shards: ShardSet, name: str, entry: dict[str, Any], index: dict[str, Any]) -> None:
+    def __init__(self, folder: _Folder, name: str, entry: dict[str, Any], index: dict[str, Any]) -> None:
         self.name = name
         self.documents: int = entry["documents"]
         self.tokens: int = entry["tokens"]
@@ -97,7 +108,7 @@ class Split:
         self.row_length: int = index["row_length"]
         self.end_of_text_id: int = index["end_of_text_id"]
         self.first_id: int | None = index.get("first_id")
-        self._shards = shards
+        self._folder = folder
         self._shard_tokens: int = index["shard_tokens"]
         self._tokens = [self._map(shard, index["dtype"]) for shard in entry["shards"]]
         self._document_starts = self._map(f"{name}.documents.bin", "<i8")
@@ -123,7 +134,7 @@ class Split:
             self._original = OriginalText(self._map(original[0], "<u4"), self._map(original[1], "<u1"))
 
     def _map(self, file: str, dtype: str) -> Array:
-        with (self._shards.path / file).open("rb") as opened:
+        with (self._folder.path / file).open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         # Rows are read in random order. Readahead of 128 KB for each page of 4 KB takes five times as long.
         mapped.madvise(mmap.MADV_RANDOM)
@@ -207,7 +218,7 @@ class Split:
         for start, length in self._parts(row):
             document = int(np.searchsorted(self._document_starts, start, "right")) - 1
             first, last = self._document_starts[document : document + 2].tolist()
-            text = self._shards.tokenizer.decode_with_special_tokens(self.read(start + 1, start + 1 + length).tolist())
+            text = self._folder.tokenizer.decode_with_special_tokens(self.read(start + 1, start + 1 + length).tolist())
             tokens = last - first - self._gap
             yield Piece(document, self.domain_of(document), start - first, length, tokens, text, start)
 
@@ -233,7 +244,7 @@ class Split:
         if self._original is not None:
             yield from self._original.documents(self._document_starts)
             return
-        tokenizer = self._shards.tokenizer
+        tokenizer = self._folder.tokenizer
         for start, stop in zip(self._document_starts[:-1], self._document_starts[1:], strict=True):
             yield tokenizer.decode_bytes(self.read(int(start) + 1, int(stop)).tolist())
 
@@ -247,9 +258,9 @@ class Split:
         An end-of-text has none. Raises ShardError for training text of a tokenizer that changes text, whose bytes are
         not stored.
         """
-        if self._original is None and not self._shards.tokenizer.lossless:
+        if self._original is None and not self._folder.tokenizer.lossless:
             raise ShardError(
-                f"{self._shards.path}: the tokenizer changes text, and only the held-out text has its bytes stored; "
+                f"{self._folder.path}: the tokenizer changes text, and only the held-out text has its bytes stored; "
                 "evaluate on the held-out text"
             )
         sizes = np.array(self.token_byte_lengths(), np.int64)
@@ -265,7 +276,7 @@ class Split:
 
         The bytes are the decoded ones for training text of a lossy tokenizer.
         """
-        tokenizer, starts = self._shards.tokenizer, self._document_starts
+        tokenizer, starts = self._folder.tokenizer, self._document_starts
         texts = repeat(b"") if self._original is None else self._original.documents(starts)
         for start, stop, text in zip(starts[:-1].tolist(), starts[1:].tolist(), texts, strict=False):
             span = (start + 1, stop + 1 - self._gap)
@@ -286,7 +297,7 @@ class Split:
 
     def token_byte_lengths(self) -> list[int]:
         """The number of bytes of each id of the tokenizer."""
-        return self._shards.tokenizer.byte_lengths()
+        return self._folder.tokenizer.byte_lengths()
 
     def token_counts(self) -> Array:
         """int64 [vocab_size]: how often each id is a target."""
@@ -311,14 +322,15 @@ class ShardSet:
         self.tokenizer_fingerprint: str = index["tokenizer_fingerprint"]
         self.end_of_text: str = index["end_of_text"]
         self.report: dict[str, Any] = index["report"]
-        splits = {name: Split(self, name, entry, index) for name, entry in index["splits"].items()}
+        self._folder = _Folder(path, self.end_of_text)
+        splits = {name: Split(self._folder, name, entry, index) for name, entry in index["splits"].items()}
         self.train, self.valid = (splits[name] for name in SPLITS)
         self.rearranged = splits.get(REARRANGED)
 
-    @cached_property
+    @property
     def tokenizer(self) -> TextTokenizer:
         """The tokenizer of the shards."""
-        return TextTokenizer.load_stored(self.tokenizer_path, self.end_of_text, lossless=False)
+        return self._folder.tokenizer
 
 
 def open_shards(path: Path, *, verify: bool = True) -> ShardSet:

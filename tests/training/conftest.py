@@ -99,10 +99,15 @@ def refuses(make_config: Callable[..., Config]) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def shards(make_config: Callable[..., Config]) -> ShardSet:
+def shards_folder(make_config: Callable[..., Config]) -> Path:
     from cdrmix.data.prepare import prepare  # here: tests on a GPU machine write their shards without it
 
-    return prepare(make_config(), say=lambda text: None)
+    return prepare(make_config(), say=lambda text: None).path
+
+
+@pytest.fixture(scope="session")
+def shards(shards_folder: Path) -> ShardSet:
+    return open_shards(shards_folder)
 
 
 Work = Callable[..., list[subprocess.CompletedProcess[str]]]
@@ -141,9 +146,7 @@ def work(config_file: Path, request: pytest.FixtureRequest) -> Work:
     ) -> list[Any]:
         patience = float(options.pop("patience", 300))
         if "shards" not in options:
-            shards = request.getfixturevalue("shards")
-            assert open_shards(shards.path).path == shards.path
-            options["shards"] = str(shards.path)
+            options["shards"] = str(request.getfixturevalue("shards_folder"))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])

@@ -121,36 +121,37 @@ def dropped(guard: tuple[type, str, Callable[..., Any]] | None) -> Iterator[None
         yield
 
 
-def worst(config: Config, whole: Config, layout: list[int], guard: str | None = None) -> float:
-    """The largest relative error of the loss, the counts and the gradients of packed rows, in float64."""
-    world = join(config)
+def packed(config: Config, layout: list[int]) -> Batch:
+    """Two random rows with documents that start at these places, for a model in float64."""
     rows, length = 2, config.data.row_length
     generator = torch.Generator().manual_seed(11)
     ids, targets = torch.randint(0, config.cdrmix_model.vocab_size, (2, rows, length), generator=generator)
     weights = torch.rand(rows, length, generator=generator).double()
     bounds = sorted({0, *layout, *range(0, rows * length + 1, length)})
-    batch = Batch(ids, targets, weights, torch.tensor(bounds, dtype=torch.int32), 0, float(weights.sum()))
-    expected = run(perturbed(whole, torch.float64), batch, 1.0)
-    size = config.train.sequence_parallel
-    with dropped(GUARDS.get(guard)):
-        found = run(perturbed(config, torch.float64), batch.of_slice(world.rank, size), 1 / size)
-    return max(relative(found[name], expected[name]) for name in expected)
+    return Batch(ids, targets, weights, torch.tensor(bounds, dtype=torch.int32), 0, float(weights.sum()))
 
 
 def slices(order: dict[str, Any]) -> int:
-    """Writes to `where` the largest error of each layout of documents, and those with each guard dropped."""
-    config = configured(order)
-    whole = configured(order, "train.sequence_parallel=1")
+    """Writes to `where` the largest relative error of the loss, the counts and the gradients in float64, for each
+    layout of documents, and with each guard dropped. All processes find the same sums; the first compares them."""
+    config, whole = configured(order), configured(order, "train.sequence_parallel=1")
+    world = join(config)
     size, length = config.train.sequence_parallel, config.data.row_length
-    layouts = starts(2, length, size)
-    results = {name: worst(config, whole, layout) for name, layout in layouts.items()}
+    results = {}
+
+    def compare(layout: list[int], guards: dict[str, str | None]) -> None:
+        batch = packed(config, layout)
+        expected = run(perturbed(whole, torch.float64), batch, 1.0) if world.is_main_process else {}
+        for name, guard in guards.items():
+            with dropped(GUARDS.get(guard)):
+                found = run(perturbed(config, torch.float64), batch.of_slice(world.rank, size), 1 / size)
+            results[name] = max((relative(found[each], expected[each]) for each in expected), default=0.0)
+
+    for name, layout in starts(2, length, size).items():
+        compare(layout, {name: None})
     # Two slices need no transition: the second one's state is that after the first.
-    results |= {
-        f"without {guard}": worst(config, whole, [length - 1], guard)
-        for guard in GUARDS
-        if size > 2 or guard != "transitions"
-    }
-    if join(config).is_main_process:
+    compare([length - 1], {f"without {guard}": guard for guard in GUARDS if size > 2 or guard != "transitions"})
+    if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(results))
     return 0
 
@@ -161,7 +162,7 @@ def configured(order: dict[str, Any], *overrides: str) -> Config:
 
 def engines(order: dict[str, Any]) -> int:
     """Writes to `where` the largest errors of losses and weights in steps of the engine at each of the ZeRO `stages`,
-    and how many digests are not those of the whole weights."""
+    and how many digests are not those of the whole weights. The first process alone makes the steps without engine."""
     results = {}
     for stage in map(int, order["stages"]):
         fixed = (
@@ -193,7 +194,7 @@ def engines(order: dict[str, Any]) -> int:
         for step in range(int(order["steps"])):
             expected, found = 0.0, torch.zeros((), dtype=torch.float64)
             optimizer.zero_grad()
-            batches = everyone.micro_batches(step)
+            batches = everyone.micro_batches(step) if world.is_main_process else []
             for each in batches:
                 arguments = each.ids_BT, each.targets_BT, each.weights_BT, each.cu_seqlens_N, each.token_count
                 total = plain(*arguments, 1 / len(batches)).total
@@ -208,7 +209,8 @@ def engines(order: dict[str, Any]) -> int:
             engine.clip()
             assert engine.step()
             engine.zero()
-            losses = max(losses, abs(world.total_of_rows(found).item() / expected - 1))
+            total_found = world.total_of_rows(found).item()
+            losses = max(losses, abs(total_found / expected - 1) if world.is_main_process else 0.0)
         results[f"losses {stage}"] = losses
         weights, digests = engine.weights(), engine.digests().weights.tolist()
         if world.is_main_process:

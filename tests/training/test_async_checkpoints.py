@@ -26,6 +26,8 @@ from cdrmix.training.checkpoint_writer import CheckpointWriter, Contents
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.stage_a import train
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 ON, OFF = "train.async_checkpoints=true", "train.async_checkpoints=false"
 
 

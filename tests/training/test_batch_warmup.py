@@ -26,6 +26,8 @@ from cdrmix.training.stage_a import train
 from cdrmix.training.threads import ThreadChoice
 from cdrmix.training.trainer import Clock
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 WARMUP = ("train.batch_rows=16", "train.batch_warmup={rows: 4, steps: 5}")
 SIZES = [4, 4, 8, 8, 12, 16]  # the line 4 + 12 / 5 * step, rounded down to multiples of 4
 SMALL = ("train.log_every=1", "train.checkpoint_every=1", "train.keep_last=9")

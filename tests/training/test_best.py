@@ -19,6 +19,8 @@ from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import read_progress
 from cdrmix.training.stage_a import train
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 LONG = ("train.steps=9", "train.keep_last=1")
 
 

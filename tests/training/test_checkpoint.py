@@ -32,6 +32,8 @@ from cdrmix.training.distributed import join
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.retention import Rules, prune
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 FINGERPRINTS = Fingerprints("tokenizer", "text")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from built_once import built_once
 from in_process import main
 
 from cdrmix.inference import checkpoints
@@ -20,10 +21,18 @@ Damage = Callable[[random.Random, Path, Path], None]
 EACH = 40  # of five kinds
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs `one` and `other` are: of two processes with ZeRO, checkpoints of steps 4 and 6, other seeds."""
-    return tmp_path_factory.mktemp("corruptions")
+@pytest.fixture
+def runs(work: Any, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path:
+    """Where the runs `one` and `other` are: of two processes with ZeRO, checkpoints of steps 1 and 2, other seeds."""
+
+    def train(folder: Path) -> None:
+        settings = ("train.micro_batch_rows=4", "train.zero_stage=1", "train.ema_decay=0.5")
+        steps = ("train.steps=2", "train.warmup_steps=1", "train.checkpoint_every=1", "train.evaluate_every=1")
+        seeds = json.dumps({"one": ["run.seed=1"], "other": ["run.seed=2"]})
+        finished = work("several", folder, *settings, *steps, processes=2, runs=seeds)
+        assert [each.returncode for each in finished] == [0, 0], finished[0].stdout
+
+    return shutil.copytree(built_once(tmp_path_factory, "corruptible", train), tmp_path / "runs")
 
 
 def pick(rng: random.Random, folder: Path) -> Path:
@@ -64,15 +73,10 @@ def swap_ranks(rng: random.Random, newest: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate, remove, take_from_another_run, swap_ranks])
-def test_no_damage_is_read(work: Any, runs: Path, damage: Damage) -> None:
-    for name, seed in (("one", 1), ("other", 2)):
-        if not (runs / name).exists():
-            settings = ("train.micro_batch_rows=4", "train.zero_stage=1", "train.ema_decay=0.5", f"run.seed={seed}")
-            finished = work("train", runs / name, *settings, processes=2)
-            assert [each.returncode for each in finished] == [0, 0], finished[0].stdout
+def test_no_damage_is_read(runs: Path, damage: Damage) -> None:
     older, newest = list_checkpoints(runs / "one" / "checkpoints")
     other = list_checkpoints(runs / "other" / "checkpoints")[-1]
-    intact = shutil.copytree(newest, runs / f"intact-{damage.__name__}")
+    intact = shutil.copytree(newest, runs / "intact")
     files = json.loads((intact / MANIFEST).read_text())["files"]
     rng = random.Random(damage.__name__)
     for attempt in range(EACH):
@@ -94,12 +98,8 @@ def test_no_damage_is_read(work: Any, runs: Path, damage: Damage) -> None:
             shutil.copytree(intact, newest)
 
 
-def test_a_file_that_the_disk_cannot_read_is_passed_over(
-    work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (done,) = work("train", tmp_path / "run")
-    assert done.returncode == 0, done.stdout
-    older, newest = list_checkpoints(tmp_path / "run" / "checkpoints")
+def test_a_file_that_the_disk_cannot_read_is_passed_over(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newest = list_checkpoints(runs / "one" / "checkpoints")
     digest_of = checkpoints.sha256_file
 
     def bad(path: Path) -> str:

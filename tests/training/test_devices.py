@@ -125,7 +125,7 @@ def test_two_runs_and_a_killed_one_have_the_same_bits_and_the_model_can_be_used(
 ) -> None:
     overrides = (*COMMON, *DEVICES[device].overrides, f"run.root={tmp_path / 'runs'}")
     named = {"config": str(CONFIG), "shards": str(corpus)}
-    (done,) = work("twice", tmp_path / "runs", *overrides, **named)
+    (done,) = work("several", tmp_path / "runs", *overrides, runs=json.dumps({"one": [], "other": []}), **named)
     assert done.returncode == 0, done.stdout
     (done,) = work("train", tmp_path / "runs" / "killed", *overrides, at="3:SIGKILL", **named)
     assert done.returncode == -signal.SIGKILL, done.stdout

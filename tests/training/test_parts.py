@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ from cdrmix.config.schema import Config
 from cdrmix.data.loader import EvalLoader, train_loader
 from cdrmix.data.objectives import PARTS
 from cdrmix.data.prepare import prepare
-from cdrmix.data.shards import ShardSet
+from cdrmix.data.shards import open_shards
 from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.runtime import restored_settings
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.metrics import StepRecord, scalars
 from cdrmix.training.stage_a import train
+
+pytestmark = pytest.mark.usefixtures("own_settings")
 
 WEIGHTS = {"next_token": 1.0, "fim": 0.3, "cot": 0.2}
 QUIET = ("model.feed_forward.load_balance_weight=0.0", "model.feed_forward.z_loss_weight=0.0")
@@ -56,25 +60,35 @@ def parted(parted_file: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture(scope="module")
-def parted_shards(parted: Callable[..., Config]) -> ShardSet:
-    return prepare(parted(), say=lambda _: None)
+def parted_folder(parted: Callable[..., Config]) -> Path:
+    return prepare(parted(), say=lambda _: None).path
 
 
 @pytest.fixture
-def trained(parted: Callable[..., Config], parted_shards: ShardSet) -> Callable[..., RunFolder]:
+def trained(parted: Callable[..., Config], parted_folder: Path) -> Callable[..., RunFolder]:
     """Trains with overrides in a new run folder, or goes on in one."""
 
     def run(*overrides: str, folder: RunFolder | None = None) -> RunFolder:
         config = parted(*overrides)
         made = RunFolder.create(config) if folder is None else folder
-        train(config, made, parted_shards, resume=None if folder is None else "auto", console=False)
+        train(config, made, open_shards(parted_folder), resume=None if folder is None else "auto", console=False)
         return made
 
     return run
 
 
+@pytest.fixture(scope="module")
+def straight(parted: Callable[..., Config], parted_folder: Path) -> RunFolder:
+    """A run of four steps, which the tests only read."""
+    config = parted("train.steps=4")
+    run = RunFolder.create(config)
+    with restored_settings():
+        train(config, run, open_shards(parted_folder), console=False)
+    return run
+
+
 @pytest.mark.parametrize("normalise", ["mean_of_tokens", "sum_of_means"])
-def test_one_pass_is_three_passes(parted: Callable[..., Config], parted_shards: ShardSet, normalise: str) -> None:
+def test_one_pass_is_three_passes(parted: Callable[..., Config], parted_folder: Path, normalise: str) -> None:
     """Losses and gradients of all parts at once against a pass for each, in float64.
 
     The weights of tokens are float32: the factor of a part is rounded once, 2^-24.
@@ -82,7 +96,7 @@ def test_one_pass_is_three_passes(parted: Callable[..., Config], parted_shards: 
     config = parted(*QUIET, f"data.objectives.normalise={normalise}")
     torch.manual_seed(1)
     model = build_loss_model(config).double()
-    (batch,) = train_loader(config, parted_shards.train).micro_batches(0)
+    (batch,) = train_loader(config, open_shards(parted_folder).train).micro_batches(0)
     assert [part.name for part in batch.parts] == [*PARTS]
     assert batch.parts_BT is not None
     inputs = batch.ids_BT, batch.targets_BT
@@ -116,40 +130,44 @@ def test_one_pass_is_three_passes(parted: Callable[..., Config], parted_shards: 
             torch.testing.assert_close(found[name], weight.grad, rtol=0, atol=largest * 2**-21 + 1e-15)
 
 
-@pytest.mark.parametrize("normalise", ["mean_of_tokens", "sum_of_means"])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_figures_do_not_depend_on_micro_batches_and_processes(
     trained: Callable[..., RunFolder],
     work: Callable[..., list[Any]],
     parted_file: Path,
-    parted_shards: ShardSet,
+    parted_folder: Path,
     tmp_path: Path,
-    normalise: str,
+    processes: int,
 ) -> None:
-    once = (*QUIET, "train.steps=1", "train.warmup_steps=0", f"data.objectives.normalise={normalise}")
-    whole = read_metrics(trained(*once).metrics_jsonl)[0]
-    rows = {"cut": read_metrics(trained(*once, "train.micro_batch_rows=2").metrics_jsonl)[0]}
-    for processes in (2, 4) if normalise == "sum_of_means" else (2,):
-        where = tmp_path / str(processes)
-        options = {"config": str(parted_file), "shards": str(parted_shards.path)}
-        finished = work("train", where, *once, "train.micro_batch_rows=2", processes=processes, **options)
-        assert [process.returncode for process in finished] == [0] * processes, finished[0].stdout
-        rows[str(processes)] = read_metrics(where / "metrics.jsonl")[0]
-    tolerance = 222 * 2**-24  # as in test_engine.py
-    for name, row in rows.items():
-        for key in ("loss", "next_token_loss", "gradient_norm"):
-            assert row[key] == pytest.approx(whole[key], rel=tolerance), (name, key)
-        for key in ("parts", "valid_parts"):
-            assert row[key] == pytest.approx(whole[key], rel=tolerance), (name, key)
-            assert set(row[key]) == set(PARTS)
-        assert row["tokens"] == whole["tokens"]
-    alone = whole["parts"]
-    if normalise == "sum_of_means":
-        assert whole["loss"] == pytest.approx(sum(WEIGHTS[name] * alone[name] for name in PARTS), rel=1e-5)
+    once, cut = (*QUIET, "train.steps=1", "train.warmup_steps=0"), "train.micro_batch_rows=2"
+    kinds = {name: f"data.objectives.normalise={name}" for name in ("mean_of_tokens", "sum_of_means")}
+    runs = json.dumps({name: [kind] for name, kind in kinds.items()})
+    options = {"config": str(parted_file), "shards": str(parted_folder), "runs": runs}
+    finished = work("several", tmp_path / "runs", *once, cut, processes=processes, **options)
+    assert [process.returncode for process in finished] == [0] * processes, finished[0].stdout
+    for normalise, kind in kinds.items():
+        whole = read_metrics(trained(*once, kind).metrics_jsonl)[0]
+        rows = {
+            "cut": read_metrics(trained(*once, kind, cut).metrics_jsonl)[0],
+            "shared": read_metrics(tmp_path / "runs" / normalise / "metrics.jsonl")[0],
+        }
+        tolerance = 222 * 2**-24  # as in test_engine.py
+        for name, row in rows.items():
+            for key in ("loss", "next_token_loss", "gradient_norm"):
+                assert row[key] == pytest.approx(whole[key], rel=tolerance), (normalise, name, key)
+            for key in ("parts", "valid_parts"):
+                assert row[key] == pytest.approx(whole[key], rel=tolerance), (normalise, name, key)
+                assert set(row[key]) == set(PARTS)
+            assert row["tokens"] == whole["tokens"]
+        alone = whole["parts"]
+        if normalise == "sum_of_means":
+            assert whole["loss"] == pytest.approx(sum(WEIGHTS[name] * alone[name] for name in PARTS), rel=1e-5)
 
 
-def test_a_resumed_run_has_the_bits_of_an_unbroken_one(trained: Callable[..., RunFolder]) -> None:
-    straight = trained("train.steps=4")
-    broken = trained("train.steps=4")
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(
+    trained: Callable[..., RunFolder], straight: RunFolder, tmp_path: Path
+) -> None:
+    broken = RunFolder.open(shutil.copytree(straight.path, tmp_path / "broken"))
     newest = broken.checkpoints / "step-00000004"
     (newest / "model.safetensors").write_bytes(b"")  # the run goes on from step 2
     resumed = trained("train.steps=4", folder=broken)
@@ -165,21 +183,21 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(trained: Callable[..., Ru
 
 
 def test_equal_weights_are_the_plain_loss(
-    parted: Callable[..., Config], parted_shards: ShardSet, trained: Callable[..., RunFolder]
+    parted: Callable[..., Config], parted_folder: Path, trained: Callable[..., RunFolder]
 ) -> None:
     """With weights of 1 the mean over tokens is that of a batch without parts; bits per byte never have weights."""
     equal = "data.objectives.weights={next_token: 1.0, fim: 1.0, cot: 1.0}"
     run = trained(equal, "train.steps=1", "train.warmup_steps=0", *QUIET)
     row = read_metrics(run.metrics_jsonl)[0]
     config = parted(equal, *QUIET)
-    (batch,) = train_loader(config, parted_shards.train).micro_batches(0)
+    (batch,) = train_loader(config, open_shards(parted_folder).train).micro_batches(0)
     assert set(batch.weights_BT.unique().tolist()) <= {0.0, 1.0}
     assert row["loss"] == pytest.approx(row["next_token_loss"], rel=1e-6)
     checkpoint = newest_whole_checkpoint(run.checkpoints)
     assert checkpoint is not None
     model = build_loss_model(config)
     model.language_model.load_state_dict(read_weights(checkpoint), strict=False)
-    loader = EvalLoader(parted_shards.valid, config.data.row_length, 4, config.train.evaluate_rows)
+    loader = EvalLoader(open_shards(parted_folder).valid, config.data.row_length, 4, config.train.evaluate_rows)
     with torch.no_grad():
         nats = sum(
             model.eval()(b.ids_BT, b.targets_BT, b.weights_BT, b.cu_seqlens_N, 1.0).next_token_sum.item()
@@ -188,17 +206,17 @@ def test_equal_weights_are_the_plain_loss(
     assert row["valid_bits_per_byte"] == pytest.approx(nats / math.log(2) / loader.text_bytes, rel=1e-5)
 
 
-def test_a_part_of_weight_0_is_not_trained_on(parted: Callable[..., Config], parted_shards: ShardSet) -> None:
+def test_a_part_of_weight_0_is_not_trained_on(parted: Callable[..., Config], parted_folder: Path) -> None:
     config = parted("data.objectives.weights={fim: 0.0}")
-    (batch,) = train_loader(config, parted_shards.train).micro_batches(0)
+    (batch,) = train_loader(config, open_shards(parted_folder).train).micro_batches(0)
     assert batch.parts_BT is not None
     assert [part.name for part in batch.parts] == ["next_token", "cot"]
     assert not batch.weights_BT[batch.parts_BT == PARTS.index("fim")].any()
     assert batch.token_count == sum(part.tokens for part in batch.parts)
 
 
-def test_the_report_and_the_trackers_have_the_parts(trained: Callable[..., RunFolder]) -> None:
-    run = trained("train.steps=4")
+def test_the_report_and_the_trackers_have_the_parts(straight: RunFolder, tmp_path: Path) -> None:
+    run = RunFolder.open(shutil.copytree(straight.path, tmp_path / "run"))
     report = write_report(run).read_text()
     assert "Parts of the loss, nats per token" in report
     assert all(f"<td>{name}</td>" in report for name in PARTS)

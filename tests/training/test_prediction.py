@@ -15,6 +15,8 @@ from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training import stage_a
 from cdrmix.training.console import Console
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 # As in test_engine.py; the sequential depths are two further blocks, so there are twice as many sums.
 TOLERANCE = 314 * 2**-24
 CASES = {

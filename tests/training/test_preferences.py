@@ -35,6 +35,8 @@ from cdrmix.training.console import Console
 from cdrmix.training.preferences import MEASURES, log_probs, preference_loss
 from cdrmix.training.stage_a import TrainResult, train
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 WORDS = ("the", "loop", "reads", "rows", "adds", "gradients", "clips", "steps", "and", "forgets", "them", "again")
 
 
@@ -113,7 +115,7 @@ def test_label_smoothing_by_hand() -> None:
     assert (terms.accuracy.item(), terms.margin.item()) == (1, 1.0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair_file(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny configuration on seventy pairs. The chosen answers repeat the prompt, and the rejected ones do not."""
     folder = tmp_path_factory.mktemp("pairs")
@@ -136,12 +138,12 @@ def pair_file(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair_config(pair_file: Path) -> Callable[..., Config]:
     return lambda *overrides: Config.from_yaml(pair_file, overrides)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pairs(pair_config: Callable[..., Config]) -> ShardSet:
     return prepare(pair_config(), say=lambda line: None)
 

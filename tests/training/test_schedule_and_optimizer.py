@@ -217,6 +217,7 @@ def test_groups_have_rates_decay_and_schedules_of_their_own(make_config) -> None
     assert group_rates(config.train, last) == {"embedding": pytest.approx(0.5 * config.train.learning_rate)}
 
 
+@pytest.mark.usefixtures("own_settings")
 def test_groups_and_schedules_reach_the_updates(make_config, shards) -> None:
     """After one step of a run AdamW has moved each element by about its learning rate: g / |g| of the first step."""
     moved = {}

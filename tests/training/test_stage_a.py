@@ -31,6 +31,8 @@ from cdrmix.training.console import Console
 from cdrmix.training.engine import Engine
 from cdrmix.training.stage_a import TrainResult, train
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 Trainer = Callable[..., tuple[RunFolder, TrainResult]]
 
 
@@ -43,6 +45,24 @@ def trainer(make_config: Callable[..., Config], shards: ShardSet) -> Trainer:
         resume = None if folder is None else "auto"
         folder = RunFolder.create(config) if folder is None else folder
         return folder, train(config, folder, shards, resume=resume, console=False)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[tuple[str, ...], tuple[RunFolder, TrainResult]]:
+    """The runs of `straight`, by their overrides."""
+    return {}
+
+
+@pytest.fixture
+def straight(trainer: Trainer, trained: dict[tuple[str, ...], tuple[RunFolder, TrainResult]]) -> Trainer:
+    """A run with these overrides that nothing broke off. Tests share it, and only read it."""
+
+    def run(*overrides: str) -> tuple[RunFolder, TrainResult]:
+        if overrides not in trained:
+            trained[overrides] = trainer(*overrides)
+        return trained[overrides]
 
     return run
 
@@ -116,11 +136,11 @@ def test_figures_of_a_step_do_not_depend_on_how_it_is_cut(trainer: Trainer) -> N
 
 @pytest.mark.parametrize("micro_batch_rows", [8, 2])
 def test_same_seed_same_bits_and_another_seed_others(trainer: Trainer, micro_batch_rows: int) -> None:
-    cut = f"train.micro_batch_rows={micro_batch_rows}"
-    first, _ = trainer(cut)
-    second, _ = trainer(cut)
+    cut = (f"train.micro_batch_rows={micro_batch_rows}", "train.steps=3")
+    first, _ = trainer(*cut)
+    second, _ = trainer(*cut)
     assert_same_bits(weights(first), weights(second))
-    other, _ = trainer(cut, "run.seed=2", "train.steps=3")
+    other, _ = trainer(*cut, "run.seed=2")
     assert any(not torch.equal(other_weight, weights(first)[name]) for name, other_weight in weights(other).items())
 
 
@@ -130,40 +150,43 @@ ROUTERS = tuple(f"model.feed_forward.{setting}" for setting in SETTINGS)
 DEPTH = ("model.depth={part: both, rate: 0.5, release: 0.2}", "model.feed_forward.dense_layers=[1]")
 
 
-@pytest.mark.parametrize("step", [1, 3, 5])
+WARM_UP = ("train.micro_batch_rows=2", "train.batch_warmup={rows: 2, steps: 4}", *ROUTERS)
+
+
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "step"),
     [
-        (),
-        ("train.micro_batch_rows=2", "train.ema_decay=0.9", "train.precision=bf16"),
-        ROUTERS,
-        DEPTH,
-        ("train.micro_batch_rows=2", "train.batch_warmup={rows: 2, steps: 4}", *ROUTERS),
+        # Before the first checkpoint, between a checkpoint and a validation, and after both.
+        *(((), step) for step in (1, 3, 5)),
+        *((WARM_UP, step) for step in (1, 3, 5)),  # and after the warm-up
+        (("train.micro_batch_rows=2", "train.ema_decay=0.9", "train.precision=bf16"), 3),
+        (ROUTERS, 3),
+        (DEPTH, 3),
     ],
 )
 def test_broken_off_and_resumed_is_uninterrupted(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: int, overrides: tuple[str, ...]
+    trainer: Trainer, straight: Trainer, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], step: int
 ) -> None:
-    break_off_and_resume(trainer, monkeypatch, step, overrides)
+    break_off_and_resume(trainer, straight, monkeypatch, step, overrides)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_hybrid_learns_and_resumes_like_the_others(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, hybrid: tuple[str, ...], precision: str
+    trainer: Trainer, straight: Trainer, monkeypatch: pytest.MonkeyPatch, hybrid: tuple[str, ...], precision: str
 ) -> None:
     overrides = (*ROUTERS, *hybrid, f"train.precision={precision}")
-    straight = break_off_and_resume(trainer, monkeypatch, 3, overrides)
-    rows = read_metrics(straight.metrics_jsonl)
+    run = break_off_and_resume(trainer, straight, monkeypatch, 3, overrides)
+    rows = read_metrics(run.metrics_jsonl)
     assert rows[-1]["routers"] == ["0", "1", "2", "3.mixer", "3"]
     assert len(rows[-1]["router"]["entropy_bits"]) == len(rows[-1]["load"]) == 5
     assert rows[-1]["next_token_loss"] < rows[0]["next_token_loss"]
 
 
 def break_off_and_resume(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: int, overrides: tuple[str, ...]
+    trainer: Trainer, straight: Trainer, monkeypatch: pytest.MonkeyPatch, step: int, overrides: tuple[str, ...]
 ) -> RunFolder:
     """Holds a run broken off after a step and resumed against one that was not, which it returns."""
-    straight, expected = trainer(*overrides)
+    unbroken, expected = straight(*overrides)
     stop_at(monkeypatch, step, killed)
     runs: list[RunFolder] = []
     create = RunFolder.create
@@ -171,7 +194,7 @@ def break_off_and_resume(
     with pytest.raises(Killed):
         trainer(*overrides)
     _, found = trainer(*overrides, folder=runs[0])
-    assert_same_bits(weights(straight), weights(runs[0]))
+    assert_same_bits(weights(unbroken), weights(runs[0]))
     assert (found.step, found.final_loss, found.valid_bits_per_byte) == (
         expected.step,
         expected.final_loss,
@@ -180,13 +203,13 @@ def break_off_and_resume(
     if "train.ema_decay=0.9" in overrides:
         average = read_weights(found.checkpoint, average=True)
         assert_same_bits(read_weights(expected.checkpoint, average=True), average)
-        assert any(not torch.equal(average[name], weight) for name, weight in weights(straight).items())
-    assert timeless(straight) == timeless(runs[0])
+        assert any(not torch.equal(average[name], weight) for name, weight in weights(unbroken).items())
+    assert timeless(unbroken) == timeless(runs[0])
     if "model.feed_forward.drop=true" in overrides:
-        assert any(tensor.any() for name, tensor in weights(straight).items() if name.endswith("router.bias"))
-        rows = [json.loads(line) for line in straight.metrics_jsonl.read_text().splitlines()]
+        assert any(tensor.any() for name, tensor in weights(unbroken).items() if name.endswith("router.bias"))
+        rows = [json.loads(line) for line in unbroken.metrics_jsonl.read_text().splitlines()]
         assert any(max(row["router"]["dropped"]) > 0 for row in rows)
-    return straight
+    return unbroken
 
 
 def test_the_share_of_kept_tokens_falls_to_the_capacity(trainer: Trainer) -> None:
@@ -210,9 +233,9 @@ def test_a_finished_run_resumes_to_its_own_result(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("step", [2, 3, 4, 6])
 def test_a_signal_saves_after_the_step_and_the_resumed_run_is_uninterrupted(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, step: int
+    trainer: Trainer, straight: Trainer, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    straight, expected = trainer()
+    unbroken, expected = straight()
     stop_at(monkeypatch, step - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
     runs: list[RunFolder] = []
     create = RunFolder.create
@@ -227,12 +250,12 @@ def test_a_signal_saves_after_the_step_and_the_resumed_run_is_uninterrupted(
     assert ("validated when the run goes on" in runs[0].log.read_text()) == (step in (3, 6))
     (runs[0].checkpoints / "best").unlink(missing_ok=True)  # as after a kill between a checkpoint and its pointer
     _, found = trainer("train.steps=6", folder=runs[0])
-    assert_same_bits(weights(straight), weights(runs[0]))
-    assert timeless(straight) == timeless(runs[0])
+    assert_same_bits(weights(unbroken), weights(runs[0]))
+    assert timeless(unbroken) == timeless(runs[0])
     assert found.valid_bits_per_byte == expected.valid_bits_per_byte
-    assert (runs[0].checkpoints / "best").read_text() == (straight.checkpoints / "best").read_text()
+    assert (runs[0].checkpoints / "best").read_text() == (unbroken.checkpoints / "best").read_text()
     trainer("train.steps=6", folder=runs[0])
-    assert timeless(straight) == timeless(runs[0]), "every step once, however often the run goes on"
+    assert timeless(unbroken) == timeless(runs[0]), "every step once, however often the run goes on"
 
 
 def test_tokens_of_a_refused_step_are_not_counted(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:

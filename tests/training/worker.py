@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import json
 import math
 import os
@@ -74,11 +74,12 @@ def train_in(where: Path, order: dict[str, Any], overrides: list[str], *, resume
     return 0
 
 
-def twice(order: dict[str, Any]) -> int:
-    """Trains in the folders `one` and `other` of `where`."""
+def several(order: dict[str, Any]) -> int:
+    """Trains in folders of `where`: `runs` has the further overrides of each by its name."""
     where = Path(order["where"])
     where.mkdir(exist_ok=True)
-    return max(train_in(where / name, order, order["overrides"]) for name in ("one", "other"))
+    runs = json.loads(order["runs"])
+    return max(train_in(where / name, order, [*order["overrides"], *runs[name]]) for name in runs)
 
 
 class BrokenOff(Exception):
@@ -123,15 +124,16 @@ def repeat(order: dict[str, Any]) -> int:
 
 
 def gradients(order: dict[str, Any]) -> int:
-    """Holds the engine against plain PyTorch for every ZeRO stage, accumulation and activation checkpointing.
+    """Holds the engine against plain PyTorch: `combinations` of ZeRO stage, accumulation and activation checkpointing,
+    and loss scales at the stages `scaled`.
 
     Rank 0 writes `where`: for each combination the largest errors, relative to the largest element.
     """
     results = {}
-    for stage, accumulation, checkpointing in itertools.product((0, 1, 2, 3), (1, 2), (False, True)):
+    for stage, accumulation, checkpointing in json.loads(order["combinations"]):
         overrides = [f"train.zero_stage={stage}", f"train.activation_checkpointing={str(checkpointing).lower()}"]
         results[f"{stage} {accumulation} {checkpointing}"] = compare(order, overrides, accumulation)
-    for stage in (0, 1, 2, 3):
+    for stage in json.loads(order["scaled"]):
         results[f"scaled {stage}"] = compare_scaled(order, stage)
     if rank_size_local_rank()[0] == 0:
         Path(order["where"]).write_text(json.dumps(results))
@@ -166,18 +168,18 @@ def compare_scaled(order: dict[str, Any], stage: int, parallel: int = 1) -> dict
         world_size=size,
     )
     (batch,) = loader.micro_batches(0)
-    norms = []
-    for scale in (1.0, 2.0**10, 2.0**200):
+    engines = []
+    for scale in (1.0, 2.0**200):
         seed_everything(3)
         engine = make_engine(config, build_loss_model(config), world)
         engine.loss_scale = LossScale(scale > 1, initial=scale)
         before = {name: weight.clone() for name, weight in engine.weights().items()}
         engine.backward(engine.forward(batch, last=True).total)
         engine.clip()
-        applied = engine.step()
-        norms.append(engine.gradient_norm)
-    assert not applied
-    assert not math.isfinite(norms[2])
+        assert engine.step() == (scale == 1)
+        engines.append(engine)
+    plain, engine = engines
+    assert not math.isfinite(engine.gradient_norm)
     assert engine.loss_scale.value == 2.0**199
     engine.zero()
     left = max((relative(weight, before[name]) for name, weight in engine.weights().items()), default=0.0)
@@ -186,27 +188,32 @@ def compare_scaled(order: dict[str, Any], stage: int, parallel: int = 1) -> dict
     engine.backward(engine.forward(batch, last=True).total)
     engine.clip()
     assert engine.step()
+    expected, weights = plain.weights(), engine.weights()
     return {
-        "norm": abs(norms[1] / norms[0] - 1),
+        "norm": abs(engine.gradient_norm / plain.gradient_norm - 1),
         "left": left,
-        "after": abs(engine.gradient_norm / norms[0] - 1),
+        "weights": max((relative(weights[name], expected[name]) for name in expected), default=0.0),
     }
 
 
-def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> dict[str, float]:
-    rank, size, _ = rank_size_local_rank()
-    overrides += [f"train.micro_batch_rows={8 // accumulation // size}", *order["overrides"]]
-    config = Config.from_yaml(order["config"], overrides)
-    world = join(config)
-    from deepspeed.utils import safe_get_full_grad  # after join, which tells it the accelerator
-
-    split = open_shards(Path(order["shards"])).train
-    rows = {"row_length": config.data.row_length, "batch_rows": 8, "seed": 5}
-
+def prediction_depths(config: Config) -> Depths | None:
+    """The depths of a first step, if the model has such heads."""
     section = config.cdrmix_model.prediction
-    depths = None if section is None else Depths.of(section, 0, 1)
+    return None if section is None else Depths.of(section, 0, 1)
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+@functools.cache
+def plain_step(path: str, overrides: tuple[str, ...], shards: str, accumulation: int) -> tuple[Tensors, float, Tensors]:
+    """A step of plain PyTorch: the gradients, their norm before it clips them, and the weights afterwards."""
+    config = Config.from_yaml(path, overrides)
+    depths, split = prediction_depths(config), open_shards(Path(shards)).train
+    rows = {"row_length": config.data.row_length, "batch_rows": 8, "seed": 5}
+    size = rank_size_local_rank()[1]
     seed_everything(3)
-    plain = build_loss_model(Config.from_yaml(order["config"], order["overrides"]))
+    plain = build_loss_model(config)
     # The routers' losses are means over a micro-batch, so plain PyTorch sees the same micro-batches, of all ranks.
     for batch in TrainLoader(split, micro_batch_rows=8 // accumulation // size, **rows).micro_batches(0):
         plain(
@@ -218,12 +225,26 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
             1 / accumulation / size,
             depths,
         ).total.backward()
-    expected = {name: parameter.grad.clone() for name, parameter in plain.named_parameters()}
+    gradients = {name: parameter.grad.clone() for name, parameter in plain.named_parameters()}
     norm = nn.utils.clip_grad_norm_(plain.parameters(), config.train.gradient_clip).item()
     adamw = make_optimizer(parameter_groups(plain, config.train), config.train)
     for group in adamw.param_groups:
         group["lr"] = 1e-2 * group["multiplier"]
     adamw.step()
+    return gradients, norm, {name: each.detach() for name, each in plain.language_model.named_parameters()}
+
+
+def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> dict[str, float]:
+    rank, size, _ = rank_size_local_rank()
+    overrides += [f"train.micro_batch_rows={8 // accumulation // size}", *order["overrides"]]
+    config = Config.from_yaml(order["config"], overrides)
+    world = join(config)
+    from deepspeed.utils import safe_get_full_grad  # after join, which tells it the accelerator
+
+    split = open_shards(Path(order["shards"])).train
+    rows = {"row_length": config.data.row_length, "batch_rows": 8, "seed": 5}
+    depths = prediction_depths(config)
+    expected, norm, reference = plain_step(order["config"], tuple(order["overrides"]), order["shards"], accumulation)
 
     seed_everything(3)
     model = build_loss_model(config)
@@ -244,8 +265,7 @@ def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> d
     assert engine.step()
     engine.zero()
     weights = engine.weights()
-    reference = dict(plain.language_model.named_parameters())
-    moved = max((relative(weights[name], reference[name].detach()) for name in weights), default=0.0)
+    moved = max((relative(weights[name], reference[name]) for name in weights), default=0.0)
     return {"gradient": worst, "norm": abs(engine.gradient_norm / norm - 1), "weights": moved}
 
 
@@ -480,6 +500,6 @@ def expert_layers(order: dict[str, Any]) -> dict[str, float]:
 
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
-    jobs = {"train": train, "twice": twice, "repeat": repeat, "gradients": gradients, "experts": experts}
+    jobs = {"train": train, "several": several, "repeat": repeat, "gradients": gradients, "experts": experts}
     jobs |= {"depths": depths}
     exit_worker(jobs[order["job"]](order))
