@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import random
@@ -155,7 +156,11 @@ def _read_children() -> set[int]:
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{task}/children") as file:
             found.update(map(int, file.read().split()))
-    return found - {forked.server_pid(), multiprocessing.resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    multiprocessing_own = (
+        multiprocessing.resource_tracker._resource_tracker._pid,  # type: ignore[attr-defined]
+        multiprocessing.forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]
+    )
+    return found - {forked.server_pid(), *multiprocessing_own}
 
 
 def _end_children(former: set[int]) -> None:
