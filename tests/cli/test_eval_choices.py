@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import zipfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from in_process import main
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import evaluate, simple_evaluate
 from lm_eval.tasks import TaskManager
+from tqdm import tqdm
 
 from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.eval.choices import TASKS, read_items, results
@@ -26,6 +28,7 @@ from cdrmix.hf import lm_eval as adapter
 from cdrmix.hf.harness import language_model
 from cdrmix.hf.harness_model import HarnessModel
 from cdrmix.hf.load import load_alone
+from cdrmix.runtime import restored_settings
 
 pytestmark = pytest.mark.usefixtures("own_settings")
 
@@ -129,6 +132,14 @@ def arrow(rows: list[dict[str, Any]]) -> bytes:
     return bytes(sink.getvalue())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unwatched_bars() -> Iterator[None]:
+    """lm-eval's progress bars start no thread that watches them, which would not end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tqdm, "monitor_interval", 0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a wheel of the sets, and the same rows for lm-eval with tasks that include its own."""
@@ -154,7 +165,8 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(toy_run: Path) -> HarnessModel:
-    loaded = load_alone(toy_run / "export", "cpu")
+    with restored_settings():
+        loaded = load_alone(toy_run / "export", "cpu")
     length = loaded.config.data.row_length
     return HarnessModel(loaded.model, loaded.tokenizer, begins=True, max_length=length, batch_size=7, say=print)
 
@@ -163,8 +175,9 @@ def model(toy_run: Path) -> HarnessModel:
 def samples(sets: Path, model: HarnessModel) -> dict[str, list[dict[str, Any]]]:
     """What lm-eval says of every item of every set."""
     manager = TaskManager(include_path=str(sets), include_defaults=False)
-    loaded = manager.load([f"own_{name}" for name in TASKS])
-    full = evaluate(language_model(model), loaded, bootstrap_iters=0)
+    with restored_settings():
+        loaded = manager.load([f"own_{name}" for name in TASKS])
+        full = evaluate(language_model(model), loaded, bootstrap_iters=0)
     return {name: sorted(full["samples"][f"own_{name}"], key=lambda each: each["doc_id"]) for name in TASKS}
 
 
