@@ -81,11 +81,22 @@ def count_of(config: Config) -> ParameterCount:
     return ParameterCount(size.stored, size.active)
 
 
+_counts: dict[str, ParameterCount] = {}
+
+
 def count_parameters(config: Model, reasoning: Reasoning | None = None) -> ParameterCount:
-    """Counts the parameters of the model, which is built on the meta device without allocating memory.
+    """Counts the parameters of the model, which is built on the meta device without allocating memory; once in a
+    process, because a plan asks for the same numbers many times.
 
     reasoning: includes the parameters of stage B, if its phases have steps.
     """
+    key = f"{config} {reasoning}"
+    if key not in _counts:
+        _counts[key] = _count(config, reasoning)
+    return _counts[key]
+
+
+def _count(config: Model, reasoning: Reasoning | None) -> ParameterCount:
     in_stage_b = reasoning is not None and any(section.steps for _, section in reasoning.phases)
     stored = dict.fromkeys(PARTS, 0)
     with torch.device("meta"):

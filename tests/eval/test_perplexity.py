@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gzip
 import math
-import subprocess
-import sys
 from types import SimpleNamespace
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -144,13 +143,9 @@ dist.destroy_process_group()
 
 
 def test_ranks_score_their_rows_together(tmp_path: object) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(rank), f"{tmp_path}/store"], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0].split() for process in processes]
+    ranks = [forked.start(["-c", RANKS, str(rank), f"{tmp_path}/store"]) for rank in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+    outputs = [rank.output.split() for rank in ranks]
     # 18 targets in all, their nats 0, 1 and 2; rank 0 holds 12 of them, rank 1 six and a batch without targets. Domain
     # a has six of 0 and three of 2, domain b six of 1 and three of 2.
     domains = ["a:9:0.6667", "b:9:1.3333"]

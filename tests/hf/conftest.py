@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from built_once import built_once
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
-from matplotlib.figure import Figure
+import short_endings
+from tqdm import tqdm
 
-from cdrmix import workflow
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.hf.export import export_model
@@ -66,12 +65,10 @@ def model_with_weights(config: Config, *, plastic: bool = False, seed: int = 0) 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def short_endings() -> Iterator[None]:
-    """Runs draw no pictures for their reports and write a sample of a few tokens: two thirds of a toy run's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda *_, **__: None)
-        patch.setattr(Figure, "get_layout_engine", lambda _: None)
-        patch.setattr(workflow, "SAMPLE", dataclasses.replace(workflow.SAMPLE, max_new_tokens=4))
+def short_runs() -> Iterator[None]:
+    """Short endings of runs; and progress bars of transformers without a thread that watches them, which would stay."""
+    with short_endings.short_endings(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tqdm, "monitor_interval", 0)
         yield
 
 

@@ -45,7 +45,10 @@ sys.path.remove(str(BENCHMARKS))
 tiny = architectures.tiny
 
 peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks for it
+    pytest.mark.usefixtures("own_settings"),  # of `join`
+]
 
 VOCABULARY = 300
 RUN: dict[str, Any] = {

@@ -25,10 +25,13 @@ from cdrmix.errors import ConfigError
 from cdrmix.hf.build import build_foreign
 from cdrmix.hf.foreign import ForeignLossModel
 from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.runtime import restored_settings
 from cdrmix.training.distributed import join
 from cdrmix.training.preferences import log_probs
 from cdrmix.training.stage_a import train
 from cdrmix.workflow import run_all
+
+pytestmark = pytest.mark.usefixtures("own_settings")  # of `join` and `train`
 
 LLAMA = {
     "model_type": "llama",
@@ -53,7 +56,7 @@ def configure(tmp_path_factory: pytest.TempPathFactory) -> Configure:
 
     def make(model: dict[str, Any], data: dict[str, Any], **train: Any) -> Config:
         content = {
-            "run": {"name": "finetuning", "root": str(root / "runs"), "device": "cpu"},
+            "run": {"name": "finetuning", "root": str(root / "runs"), "device": "cpu", "threads": 1},
             "model": {"kind": "huggingface", **model},
             "data": {
                 "row_length": 256,
@@ -96,8 +99,9 @@ def base(configure: Configure, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A folder as people publish models: a small random Llama, its tokenizer, and its chat template."""
     folder = tmp_path_factory.mktemp("base") / "llama"
     config = configure({"random": LLAMA}, {"source": {"kind": "stdlib"}})
-    torch.manual_seed(3)
-    model: Any = build(config).language_model
+    with restored_settings():
+        torch.manual_seed(3)
+        model: Any = build(config).language_model
     model.save_pretrained(folder)
     names = ["<|user|>", "<|assistant|>", "<|end|>"]
     corpus = ["Copy the text, repeat the word 0123456789.\n"] * 4

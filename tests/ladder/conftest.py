@@ -9,6 +9,7 @@ from built_once import built_once
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
+import short_endings
 from in_process import main
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,7 @@ def climbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a toy ladder whose two rungs are promoted; its folder is beside it. Copy it before a change."""
 
     def climb(folder: Path) -> None:
-        assert main(["ladder", "run", "--config", str(write_toy_ladder(folder))]) == 0
+        with short_endings.short_endings():
+            assert main(["ladder", "run", "--config", str(write_toy_ladder(folder))]) == 0
 
     return built_once(tmp_path_factory, "toy-ladder", climb) / "ladder.yaml"
