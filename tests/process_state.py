@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -12,7 +13,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import forked
@@ -197,12 +198,12 @@ class Leak(Exception):
 
 
 @contextlib.contextmanager
-def unchanged(what: str) -> Iterator[None]:
+def unchanged(what: str, parts: Collection[str] = PARTS.keys()) -> Iterator[None]:
     """Restores the process at its end. Raises Leak with the parts that had changed.
 
     what: the test or the fixture, for the message. PyTorch's random state begins the same for each, and is restored.
     """
-    before = {name: part.read() for name, part in PARTS.items()}
+    before = {name: PARTS[name].read() for name in parts}
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(0)
     try:
@@ -224,7 +225,9 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[Non
     """A fixture that several tests share may not change the process for the tests after it."""
     if fixturedef.scope == "function":
         return (yield)
-    with unchanged(f"the fixture {fixturedef.argname}"):
+    # One that yields closes at its end what it has opened.
+    parts = PARTS.keys() - GROWING if inspect.isgeneratorfunction(fixturedef.func) else PARTS.keys()
+    with unchanged(f"the fixture {fixturedef.argname}", parts):
         return (yield)
 
 
@@ -238,9 +241,8 @@ def unchanged_process(request: pytest.FixtureRequest) -> Iterator[None]:
 def _leaks(before: Mapping[str, Any]) -> dict[str, str]:
     """The parts that differ from before, and how."""
     found = {}
-    for name, part in PARTS.items():
-        now = part.read()
-        if now == before[name]:
+    for name in PARTS:
+        if name not in before or (now := PARTS[name].read()) == before[name]:
             continue
         match now:
             case dict():
