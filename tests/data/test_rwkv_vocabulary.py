@@ -20,13 +20,25 @@ END = "<|rwkv_tokenizer_end_of_text|>"
 
 
 @pytest.fixture(scope="module")
-def world() -> TextTokenizer:
-    return TextTokenizer.load(VOCABULARY)
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The single bytes and every eighth other token of the public vocabulary, which takes seconds to load; numbered
+    from 1 on."""
+    lines = VOCABULARY.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    tokens = [line.partition(" ")[2] for line in [*lines[:256], *lines[256::8]]]
+    path = tmp_path_factory.mktemp("rwkv") / "vocabulary.txt"
+    numbered = "\n".join(f"{number} {token}" for number, token in enumerate(tokens, 1))
+    path.write_text(numbered, encoding="utf-8", newline="")
+    return path
 
 
 @pytest.fixture(scope="module")
-def package() -> TRIE_TOKENIZER:
-    return TRIE_TOKENIZER(str(VOCABULARY))
+def world(vocabulary: Path) -> TextTokenizer:
+    return TextTokenizer.load(vocabulary)
+
+
+@pytest.fixture(scope="module")
+def package(vocabulary: Path) -> TRIE_TOKENIZER:
+    return TRIE_TOKENIZER(str(vocabulary))
 
 
 def any_text() -> st.SearchStrategy[str]:
@@ -59,41 +71,59 @@ def test_ids_are_those_of_the_package(world: TextTokenizer, package: TRIE_TOKENI
     assert counts.sum() == len(text.encode())
 
 
-def test_long_runs_and_long_texts(world: TextTokenizer, package: TRIE_TOKENIZER) -> None:
-    """Runs of a character are where the expression goes deepest, and every code point is in one of the texts."""
-    points = "".join(chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000)
+def check_long(tokenizer: TextTokenizer, package: TRIE_TOKENIZER, points: str) -> None:
+    """Runs of a character are where the expression goes deepest."""
     runs = "".join(character * count for character in " =-#\n\t0a的" for count in (1, 63, 64, 65, 127, 128, 129, 1000))
     texts = [points, runs, Path(__file__).read_text() * 20, ""]
-    for text, ids in zip(texts, world.encode_batch(texts), strict=True):
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert ids.tolist() == package.encode(text)
 
 
-def test_the_table_of_bytes_is_that_of_the_file(world: TextTokenizer, package: TRIE_TOKENIZER) -> None:
-    assert world.vocab_size == 65_530
-    assert (world.end_of_text, world.end_of_text_id, world.first_id, world.lossless) == (END, 0, 0, True)
-    assert {token: world.token_bytes(token) for token in range(1, 65_530)} == package.idx2token
-    assert world.token_bytes(0) == b""
+def check_table(tokenizer: TextTokenizer, package: TRIE_TOKENIZER) -> None:
+    end = (tokenizer.end_of_text, tokenizer.end_of_text_id, tokenizer.first_id, tokenizer.lossless)
+    assert end == (END, 0, 0, True)
+    assert {token: tokenizer.token_bytes(token) for token in package.idx2token} == package.idx2token
+    assert tokenizer.token_bytes(0) == b""
     # stage B uses bytes that UTF-8 does not have as marks
-    assert all(world.token_bytes(1 + byte) == bytes([byte]) for byte in range(256))
+    assert all(tokenizer.token_bytes(1 + byte) == bytes([byte]) for byte in range(256))
 
 
-def test_the_stored_file_is_the_same_tokenizer(world: TextTokenizer, tmp_path: Path) -> None:
+def test_long_runs_and_long_texts(world: TextTokenizer, package: TRIE_TOKENIZER) -> None:
+    """With a character of each 64, which differ in their last byte."""
+    check_long(world, package, "".join(chr(point) for point in range(0, 0x110000, 64) if not 0xD800 <= point < 0xE000))
+
+
+def test_the_table_of_bytes_is_that_of_the_file(world: TextTokenizer, package: TRIE_TOKENIZER) -> None:
+    check_table(world, package)
+
+
+@pytest.mark.slow
+def test_the_whole_vocabulary() -> None:
+    whole, package = TextTokenizer.load(VOCABULARY), TRIE_TOKENIZER(str(VOCABULARY))
+    assert whole.vocab_size == 65_530
+    assert package.idx2token.keys() == {*range(1, 65_530)}
+    check_table(whole, package)
+    check_long(whole, package, "".join(chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000))
+
+
+def test_the_stored_file_is_the_same_tokenizer(world: TextTokenizer, vocabulary: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(world.json_bytes)
     stored = TextTokenizer.load_stored(tmp_path / "tokenizer.json", None)
     assert stored.fingerprint == world.fingerprint
     assert stored.encode("x = 'é'  # 狐狸\n\n") == world.encode("x = 'é'  # 狐狸\n\n")
     shuffled = tmp_path / "shuffled.txt"  # the order of the lines means nothing
-    lines = VOCABULARY.read_text(encoding="utf-8").split("\n")
+    lines = vocabulary.read_text(encoding="utf-8").split("\n")
     shuffled.write_text("\r\n".join(reversed(lines)), encoding="utf-8", newline="")
     assert TextTokenizer.load(shuffled).fingerprint == world.fingerprint
 
 
-def test_special_tokens_can_be_added_for_conversations(world: TextTokenizer) -> None:
-    chat = TextTokenizer.load(VOCABULARY, END, added_tokens=["<|im_start|>", "<|im_end|>"])
-    assert [chat.special_id(name) for name in ("<|im_start|>", "<|im_end|>")] == [65_530, 65_531]
+def test_special_tokens_can_be_added_for_conversations(world: TextTokenizer, vocabulary: Path) -> None:
+    chat = TextTokenizer.load(vocabulary, END, added_tokens=["<|im_start|>", "<|im_end|>"])
+    start, end = (chat.special_id(name) for name in ("<|im_start|>", "<|im_end|>"))
+    assert (start, end, chat.vocab_size) == (world.vocab_size, world.vocab_size + 1, world.vocab_size + 2)
     text = "<|im_start|>user\nis <|im_end|> text?<|im_end|>"
     encoded = ChatEncoder(chat).encode([Rendered(text, ((0, 12), (len(text) - 10, len(text))), (), 0)])[0]
-    expected = [65_530, *world.encode("user\nis <|im_end|> text?"), 65_531, 0]
+    expected = [start, *world.encode("user\nis <|im_end|> text?"), end, 0]
     assert np.array_equal(encoded.ids, expected)
 
 

@@ -110,6 +110,12 @@ def shards(shards_folder: Path) -> ShardSet:
     return open_shards(shards_folder)
 
 
+@pytest.fixture
+def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pictures of reports are empty: to draw them takes longer than to train a tiny model."""
+    monkeypatch.setattr("cdrmix.report.plots.png", lambda figure, palette: b"")
+
+
 Work = Callable[..., list[subprocess.CompletedProcess[str]]]
 
 

@@ -84,7 +84,7 @@ def two_domains(config_file: Path, tmp_path: Path) -> Callable[..., Config]:
             if int(path.stem) % 2 == rest:
                 (tmp_path / name / path.name).write_bytes(path.read_bytes())
         domains[name] = {"source": {"kind": "text", "paths": [str(tmp_path / name)]}}
-    content["data"] |= {"domains": domains, "valid_fraction": 0.5}
+    content["data"] |= {"domains": domains, "valid_fraction": 0.5, "workers": 1}
     path = tmp_path / "two.yaml"
     path.write_text(yaml.safe_dump(content))
     return lambda *overrides: Config.from_yaml(path, overrides)

@@ -215,6 +215,7 @@ def test_a_part_of_weight_0_is_not_trained_on(parted: Callable[..., Config], par
     assert batch.token_count == sum(part.tokens for part in batch.parts)
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_the_report_and_the_trackers_have_the_parts(straight: RunFolder, tmp_path: Path) -> None:
     run = RunFolder.open(shutil.copytree(straight.path, tmp_path / "run"))
     report = write_report(run).read_text()
