@@ -28,6 +28,7 @@ try:
 except ModuleNotFoundError:  # a bare GPU machine
     ThreadpoolController = None
 
+ENDING = 5.0  # seconds for a thread that is about to end
 LIBRARIES = ("/dev/", "/proc/", "/memfd:", "/usr/", sys.prefix)  # where no test writes
 PYTEST_VARIABLES = ("PYTEST_CURRENT_TEST",)  # changes with the test
 
@@ -211,8 +212,11 @@ def unchanged(what: str, parts: Collection[str] = PARTS.keys()) -> Iterator[None
     finally:
         torch.set_rng_state(state)
         leaks = _leaks(before)
-        if leaks and any(name in GROWING for name in leaks):
+        if any(name in GROWING for name in leaks):
             gc.collect()  # what nothing refers to any more was only not freed yet
+            if "running threads" in leaks:
+                for thread in _read_running() - before["running threads"]:
+                    thread.join(ENDING)
             leaks = _leaks(before)
         for name in leaks:
             PARTS[name].restore(before[name])
