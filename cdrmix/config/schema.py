@@ -7,6 +7,7 @@ keys. A key without a default must be set, unless the autosizers derive it from 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -401,6 +402,12 @@ def _with_kind(model: object) -> object:
     return {"kind": "cdrmix", **model} if isinstance(model, dict) else model
 
 
+@functools.lru_cache(maxsize=8)
+def _as_yaml(data: str) -> str:
+    """JSON as YAML. A run writes the same text with every checkpoint, and PyYAML takes longer than a small step."""
+    return dump_yaml(json.loads(data))
+
+
 class Config(Section):
     """One run. A `reasoning` section makes it a reasoning run (stage A, then stage B)."""
 
@@ -463,7 +470,7 @@ class Config(Section):
             if data[section] is None:
                 del data[section]
         comment = f"# One {self.kind} run of cdrmix, fully resolved: every key, inherited, autosized or default.\n"
-        return comment + dump_yaml(data)
+        return comment + _as_yaml(json.dumps(data))
 
     def hash(self) -> str:
         """SHA-256 (hexadecimal) of all keys except NOT_HASHED. Runs with the same hash have the same results.

@@ -12,8 +12,11 @@ import pytest
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tqdm import tqdm
 
 from cdrmix.config.schema import Config
+
+tqdm.monitor_interval = 0  # the progress bars of datasets would start a thread that watches them for ever
 
 MODEL = {
     "d_model": 32,

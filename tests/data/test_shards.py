@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from cdrmix.data.shard_files import write_index
 from cdrmix.data.shard_writer import SplitWriter
 from cdrmix.data.shards import FORMAT, SPLITS, ShardSet, Split, open_shards, token_dtype
+from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ShardError
 
 
@@ -273,7 +274,7 @@ def pieces_of(split: Split) -> list[tuple[int, str, int, int, int]]:
     )
 
 
-def test_rows_decoded_piece_by_piece(tmp_path: Path) -> None:
+def test_rows_decoded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids 1 .. 26 stand for letters here; rows are of four positions, so that six tokens are cut."""
     shards = write(tmp_path / "s", [[1, 2], [3, 4, 5, 6, 7]], domains=[1, 0])
 
@@ -281,6 +282,6 @@ def test_rows_decoded_piece_by_piece(tmp_path: Path) -> None:
         def decode_with_special_tokens(self, ids: list[int]) -> str:
             return "".join("." if token == 0 else chr(96 + token) for token in ids)
 
-    shards.__dict__["tokenizer"] = Letters()
+    monkeypatch.setattr(TextTokenizer, "load_stored", lambda *_, **__: Letters())
     assert pieces_of(shards.train) == [(0, "ab.", 0, 3, 3), (1, "cdef", 0, 4, 6), (1, "g.", 4, 2, 6)]
     assert {piece.domain for row in range(shards.train.rows) for piece in shards.train.pieces(row)} == {"0", "1"}
