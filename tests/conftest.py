@@ -29,11 +29,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import process_state
 import pytest
 import torch
 from examples import FIXED, RANDOM
 from hypothesis import HealthCheck, settings
-from process_state import pytest_fixture_setup, unchanged, unchanged_process  # noqa: F401 - pytest finds them here
 
 import cdrmix.kernels
 import cdrmix.ops
@@ -88,6 +88,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(process_state)
     if config.getoption("--costs"):
         from costs import Costs  # here: it needs numba, which a bare GPU machine lacks
 
@@ -104,7 +105,7 @@ def pytest_configure(config: pytest.Config) -> None:
         ):  # what these change is not our doing
             with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(name)
-        with unchanged("importing the package"):
+        with process_state.unchanged("importing the package"):
             load_modules((cdrmix.ops, cdrmix.kernels) if ABSENT else (cdrmix, cdrmix.kernels))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import io
 import json
@@ -33,7 +34,10 @@ import numpy as np
 
 from cdrmix import plugins
 
-MODULES = ("cdrmix.workflow", "cdrmix.cli_eval", "deepspeed", "torch._dynamo", "matplotlib.figure")
+MODULES = (
+    *("cdrmix.workflow", "cdrmix.cli_eval", "deepspeed", "torch._dynamo", "matplotlib.figure"),
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # ZeRO imports it, and it PyTorch's code generator
+)
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 MOST = 1 << 20  # bytes of an order: arguments and environment
 
@@ -151,6 +155,12 @@ def _serve(connection: socket.socket) -> None:
     for module in () if any(map(os.path.exists, GPU_DRIVERS)) else MODULES:
         with contextlib.suppress(ModuleNotFoundError):  # on a bare machine
             importlib.import_module(module)
+    with contextlib.suppress(ModuleNotFoundError):
+        import numba
+
+        numba.njit(lambda: None)()  # loads what the first compiled function of a process needs, in 0.3 s
+    gc.collect()
+    gc.freeze()  # a collection in a program does not go through, and copy, what it shares with this process
     received, waker = socket.socketpair()
     waker.setblocking(False)
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -229,9 +228,8 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[Non
     """A fixture that several tests share may not change the process for the tests after it."""
     if fixturedef.scope == "function":
         return (yield)
-    # One that yields closes at its end what it has opened.
-    parts = PARTS.keys() - GROWING if inspect.isgeneratorfunction(fixturedef.func) else PARTS.keys()
-    with unchanged(f"the fixture {fixturedef.argname}", parts):
+    # What it returns may have files, processes and threads until the tests that use it end.
+    with unchanged(f"the fixture {fixturedef.argname}", PARTS.keys() - GROWING):
         return (yield)
 
 
@@ -240,6 +238,7 @@ def unchanged_process(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that leaves the process changed fails; the tests after it have the process as it was."""
     with unchanged(request.node.nodeid):
         yield
+        request.node.funcargs.clear()  # pytest keeps the values of the fixtures, and the files that these have open
 
 
 def _leaks(before: Mapping[str, Any]) -> dict[str, str]:

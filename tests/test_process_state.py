@@ -51,7 +51,7 @@ def test_after_all():
     for name in process_state.PARTS.keys() - {"open files", "running threads"}:
         assert process_state.PARTS[name].read() == before[name], name
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared():
     random.seed(5)
 
@@ -70,9 +70,10 @@ def test_of_a_fixture_that_ends_late(whole):
 
 def test_every_kind_of_leak_fails_by_name(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELD", "x")
-    pytester.makeconftest("from process_state import pytest_fixture_setup, unchanged_process")
     pytester.makepyfile(test_leaks=TESTS.replace("LEAKS", repr([leak for leak, _ in LEAKS])))
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:timeout", "-n0")  # one alarm is enough
+    result = pytester.runpytest_inprocess(
+        "-p", "process_state", "-p", "no:cacheprovider", "-p", "no:timeout", "-n0"
+    )  # one alarm is enough
     result.assert_outcomes(passed=len(LEAKS) + 3, errors=len(LEAKS) + 2)
     leaks = [line.partition("Leak: ")[2] for line in result.outlines if "process_state.Leak: " in line]
     expected = [(f"test_leaks.py::test_leak[{number}]", change) for number, (_, change) in enumerate(LEAKS)]
