@@ -190,7 +190,10 @@ PARTS: Mapping[str, Part] = {
     "child processes": Part(_read_children, _end_children),
     "running threads": Part(_read_running, _nothing),
 }
-GROWING = ("open files", "child processes", "running threads")  # fewer of them are no leak
+GROWING = {"open files", "child processes", "running threads"}  # fewer of them are no leak
+
+
+_open: list[dict[str, Any]] = []  # the states before what is running
 
 
 class Leak(Exception):
@@ -206,9 +209,11 @@ def unchanged(what: str, parts: Collection[str] = PARTS.keys()) -> Iterator[None
     before = {name: PARTS[name].read() for name in parts}
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(0)
+    _open.append(before)
     try:
         yield
     finally:
+        _open.pop()
         torch.set_rng_state(state)
         leaks = _leaks(before)
         if any(name in GROWING for name in leaks):
@@ -228,9 +233,12 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[Non
     """A fixture that several tests share may not change the process for the tests after it."""
     if fixturedef.scope == "function":
         return (yield)
-    # What it returns may have files, processes and threads until the tests that use it end.
     with unchanged(f"the fixture {fixturedef.argname}", PARTS.keys() - GROWING):
-        return (yield)
+        value = yield
+    for before in _open:  # of a test that asks for the fixture in its body: it may hold these until later tests end
+        for name in before.keys() & GROWING:
+            before[name] |= PARTS[name].read()
+    return value
 
 
 @pytest.fixture(autouse=True)

@@ -44,6 +44,7 @@ def test_the_table_is_that_of_the_kept_results() -> None:
     assert {cell for cell, row in cells.items() if not row["good"]} == EXPLAINED
 
 
+@pytest.mark.usefixtures("own_settings")
 def test_a_cell_is_run_once_and_written_to_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from in_process import main
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from cdrmix import runtime
 from cdrmix.compare import compare
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_reasoning import Phases
@@ -228,16 +229,14 @@ def test_commands_run_where_and_as_the_configuration_says(
     run = make_run(config.model_copy(update={"run": config.run.model_copy(update={"threads": 3, "device": "cuda"})}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = ["generate", "--model", str(run.path), "--max-new-tokens", "1"]
-    threads = torch.get_num_threads()
-    try:
-        assert main(arguments) == 2
-        message = capsys.readouterr().err
-        assert "run.device is cuda, but PyTorch finds no GPU on this machine" in message
-        assert "or set run.device (or the option --device) to auto or cpu" in message
-        assert main([*arguments, "--device", "cpu"]) == 0
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    assert "run.device is cuda, but PyTorch finds no GPU on this machine" in message
+    assert "or set run.device (or the option --device) to auto or cpu" in message
+    threads: list[int] = []
+    monkeypatch.setattr(runtime, "set_num_threads", threads.append)
+    assert main([*arguments, "--device", "cpu"]) == 0
+    assert set(threads) == {3}
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,11 @@ class Handler(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
 
+    def end_headers(self) -> None:
+        """No connection waits for another request: its thread ends."""
+        self.send_header("Connection", "close")
+        super().end_headers()
+
     def do_HEAD(self) -> None:
         self.do_GET()
 

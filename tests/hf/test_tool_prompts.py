@@ -19,6 +19,8 @@ from cdrmix.eval.tools import SETS
 from cdrmix.hf.load import load_alone
 from cdrmix.hf.tool_prompts import ToolFormat, encode_with_special
 
+pytestmark = pytest.mark.usefixtures("own_settings")
+
 WITH_TOOLS = (
     """{%- if tools %}{{ '<|im_start|>system\\n' }}{%- for tool in tools %}{{ tool | tojson }}{% endfor %}"""
     """{{ '<|im_end|>\\n' }}{%- endif %}""" + CHATML
