@@ -27,7 +27,7 @@ try:
 except ModuleNotFoundError:  # a bare GPU machine
     ThreadpoolController = None
 
-ENDING = 5.0  # seconds for a thread that is about to end
+ENDING = 1.0  # seconds for a thread that is about to end
 LIBRARIES = ("/dev/", "/proc/", "/memfd:", "/usr/", sys.prefix)  # where no test writes
 PYTEST_VARIABLES = ("PYTEST_CURRENT_TEST",)  # changes with the test
 

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_endings import short_endings as short_endings_of_runs
 
 import cdrmix
 from cdrmix.inference.generate import Row, TextStream, decode
@@ -28,6 +29,12 @@ TOY = [
     *("model.rwkv={head_size: 16, gate_rank: 8}", "model.feed_forward.hidden=32", "run.threads=1"),
     *("train.checkpoint_every=2", "train.evaluate_every=2", "train.evaluate_rows=2", "train.warmup_steps=0"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_endings() -> Iterator[None]:
+    with short_endings_of_runs():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from source_trees import nodes_of, tree_of
+from source_trees import nodes_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE_FILES = sorted(path for folder in ("cdrmix", "kernels") for path in (ROOT / folder).rglob("*.py"))
@@ -219,11 +219,10 @@ def test_every_declared_dependency_has_its_owner_written_down() -> None:
 def test_a_file_says_what_it_is() -> None:
     wrong = []
     for path in ALL_FILES:
-        tree = tree_of(path)
-        if path.name == "__init__.py" and not tree.body:
+        source = path.read_text()
+        if path.name == "__init__.py" and not source.strip():
             continue
-        docstring = ast.get_docstring(tree) or ""
-        if not docstring.partition("\n")[0].endswith((".", ":")):
+        if not re.match(r'r?"""[^\n]*[.:]("""|\n)', source.removeprefix("#!/usr/bin/env python3\n")):
             wrong.append(f"{name_of(path)}: the first statement must be a docstring whose first line is one sentence")
     assert not wrong, "\n".join(wrong)
 
