@@ -101,18 +101,22 @@ def test_hostile_programs_are_held(sandbox: Sandbox, tmp_path: Path) -> None:
             path.chmod(0o777)
     file.chmod(0o666)
     facts = {"file": str(file), "folder": str(folder), "parent": os.getpid()}
-    programs = [Program(source.format(**facts)) for source, _ in HOSTILE.values()]
-    verdicts = sandbox.run(programs)
+    programs = {name: Program(source.format(**facts)) for name, (source, _) in HOSTILE.items()}
+    endless = [name for name, (_, allowed) in HOSTILE.items() if "timeout" in allowed]
+    others = [name for name in HOSTILE if name not in endless]
+    with Sandbox(seconds=0.5) as short:
+        verdicts = dict(zip(endless, short.run([programs[name] for name in endless]), strict=True))
+    verdicts |= zip(others, sandbox.run([programs[name] for name in others]), strict=True)
     wrong = [
         f"{name}: {verdict.outcome} {verdict.detail}"
-        for (name, (_, allowed)), verdict in zip(HOSTILE.items(), verdicts, strict=True)
-        if verdict.outcome not in allowed
+        for name, verdict in verdicts.items()
+        if verdict.outcome not in HOSTILE[name][1]
     ]
     assert not wrong, "\n".join(wrong)
-    assert not [verdict for verdict in verdicts if "server" in verdict.detail]
+    assert not [verdict for verdict in verdicts.values() if "server" in verdict.detail]
     assert file.read_text() == "secret"
     assert not list(folder.iterdir())
-    assert max(verdict.seconds for verdict in verdicts) < SECONDS + 5
+    assert max(verdict.seconds for verdict in verdicts.values()) < SECONDS + 5
     assert sandbox.run([Program("import math, random\nassert math.sqrt(4) == 2")])[0].outcome == "passed"
 
 
