@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from short_endings import short_endings as short_endings_of_runs
 import cdrmix
 from cdrmix.inference.generate import Row, TextStream, decode
 from cdrmix.inference.sampling import Sampling, draw
+from cdrmix.kernels.common.products import multiplies_on_one_thread
 from cdrmix.model.mixers.base import MIXERS
 
 ROOT = Path(__file__).parents[1]
@@ -74,7 +76,35 @@ def run(config: cdrmix.Config) -> Path:
     return cdrmix.train(config)
 
 
+def settings() -> tuple[object, ...]:
+    """The settings of this process that a computation of this package changes."""
+    flags = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    random_states = random.getstate(), torch.get_rng_state().tolist()
+    return torch.get_num_threads(), multiplies_on_one_thread(), *flags, *random_states, dict(os.environ)
+
+
+@pytest.mark.usefixtures("own_settings")
+def test_a_notebook_keeps_its_settings(run: Path) -> None:
+    """Also between two pieces of a stream. The configuration gives one thread."""
+    torch.set_num_threads(2)
+    before = settings()
+    model = cdrmix.load(run, device="cpu")
+    within: list[tuple[object, ...]] = []
+    model.model.register_forward_hook(lambda *_: within.append(settings()[:3]))
+    assert settings() == before
+    model.logits([1, 2])
+    assert settings() == before
+    model.generate("def ", max_new_tokens=2)
+    for _ in model.stream("def ", cdrmix.Sampling(max_new_tokens=3)):
+        assert settings() == before
+    assert settings() == before
+    assert set(within) == {(1, True, 2)}
+
+
+@pytest.mark.usefixtures("own_settings")
 def test_callbacks_are_told_of_a_run_and_may_stop_it(config: cdrmix.Config) -> None:
+    torch.set_num_threads(2)
+    before = settings()
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
     first, second = Listener(stop=1), Listener()
     with pytest.raises(cdrmix.errors.Preempted, match="a callback after step 2 of 3"):
@@ -88,6 +118,7 @@ def test_callbacks_are_told_of_a_run_and_may_stop_it(config: cdrmix.Config) -> N
     assert second.told[-1] == "step-00000003"
     bits = [told.valid_bits_per_byte for told in second.told if not isinstance(told, int | str)]  # type: ignore[attr-defined]
     assert bits[-1] == json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["valid_bits_per_byte"]
+    assert settings() == before
     with pytest.raises(ValueError, match=r"subclasses of cdrmix\.Callback; found \[<function"):
         cdrmix.train(config, callbacks=[python])  # type: ignore[list-item]
 

@@ -43,7 +43,7 @@ from cdrmix.inference.load import (
     verify,
 )
 from cdrmix.inference.text_model import TextModel
-from cdrmix.runtime import only_device, work_alone, working_alone
+from cdrmix.runtime import only_device, restored_settings, work_alone, working_alone
 
 SNAPSHOT = "config_snapshot.yaml"
 ROW_LENGTH = 2048  # of a model whose config.json has no longest row, as in lm-eval
@@ -278,6 +278,7 @@ def load(path: str | Path, *, checkpoint: str | None = None, device: str | None 
     found = of_run(Path(path), checkpoint)
     if checkpoint == BEST and found.path == Path(path):
         warnings.warn(f"{path}: {found.reason}", CdrmixWarning, stacklevel=2)
-    loaded = load_trained(found.path)
-    model = loaded.model.to(only_device(loaded.config, device))
+    with restored_settings():  # the initial values that the weights replace are drawn
+        loaded = load_trained(found.path)
+        model = loaded.model.to(only_device(loaded.config, device))
     return TextModel(loaded._replace(model=model), partial(working_alone, loaded.config))  # type: ignore[arg-type]

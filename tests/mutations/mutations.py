@@ -1348,4 +1348,26 @@ MUTATIONS = (
         "0",
         ("tests/data/test_language.py::test_the_middle_of_a_long_text_decides",),
     ),
+    # Python interface
+    Mutation(
+        "load: the caller's process stays deterministic",
+        "cdrmix/runtime.py",
+        "            torch.set_deterministic_debug_mode(mode)\n",
+        "            pass\n",
+        ("tests/test_api.py::test_a_notebook_keeps_its_settings",),
+    ),
+    Mutation(
+        "train: the caller's threads stay those of the run",
+        "kernels/common/products.py",
+        "        if torch.get_num_threads() != threads:\n",
+        "        if False:\n",
+        ("tests/test_api.py::test_callbacks_are_told_of_a_run_and_may_stop_it",),
+    ),
+    Mutation(
+        "stream: its reader has the settings of the model",
+        "cdrmix/inference/text_model.py",
+        "            if piece is None:\n                return\n            yield piece\n",
+        "                if piece is None:\n                    return\n                yield piece\n",
+        ("tests/test_api.py::test_a_notebook_keeps_its_settings",),
+    ),
 )
