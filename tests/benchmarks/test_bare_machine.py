@@ -101,7 +101,7 @@ def test_all_gpu_tests_are_collected(python: Path) -> None:
     marked = {
         str(path.relative_to(ROOT)) for path in ROOT.glob("tests/kernels/test_*.py") if "mark.gpu" in path.read_text()
     }
-    assert marked == {line.partition("::")[0] for line in collected}
+    assert marked <= {line.partition("::")[0] for line in collected}
     assert "needs pydantic, which is not installed" in done.stdout
     assert "needs cdrmix" not in done.stdout
 

@@ -134,6 +134,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("own_settings")  # Ray sets environment variables
 @pytest.mark.slow
 def test_ray_makes_the_same_shards(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own, on a Ray of two processors: several files, tasks of some 35 kB."""

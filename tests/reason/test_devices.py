@@ -54,6 +54,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.usefixtures("own_settings")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.long) if case in ("acceptance", "policy") else case for case in CASES]

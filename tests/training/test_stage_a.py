@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix.config.schema import Config
@@ -424,3 +425,5 @@ def test_compiled_blocks_keep_the_bits_of_a_run_and_share_their_code(
     assert_same_bits(weights(straight), weights(resumed))
     _, expected = trainer(*compiled, "train.compile=false")
     assert result.final_loss == pytest.approx(expected.final_loss, rel=1e-3)  # five steps at a rate of 1e-2
+    AsyncCompile.pool().shutdown()  # the compiler's threads, which it keeps
+    AsyncCompile.pool.cache_clear()
