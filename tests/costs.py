@@ -20,7 +20,7 @@ import forked
 import pytest
 from numba.core import event
 
-TOTAL = 600  # units that all quick tests may take
+TOTAL = 500  # units that all quick tests may take
 MOST = 3  # units that one test may take, without compilation and shared fixtures
 SHOWN = 30  # rows of the table
 BETWEEN = 8.0  # CPU seconds of tests between two calibrations

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from source_trees import nodes_of
+from source_trees import nodes_of, statements_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE_FILES = sorted(path for folder in ("cdrmix", "kernels") for path in (ROOT / folder).rglob("*.py"))
@@ -130,7 +130,7 @@ def module_of(path: Path) -> str:
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import in the file, inside functions too; `from a import b` gives a.b."""
-    for node in nodes_of(path):
+    for node in statements_of(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
