@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import os
 import sys
 import time
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from built_once import built_once
+from short_endings import short_endings as short_endings_of_runs
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
@@ -58,17 +57,10 @@ def toy_arguments(text: Path, folder: Path, *more: str) -> list[str]:
 SAVE, ARRANGE = Figure.savefig, ConstrainedLayoutEngine.execute
 
 
-def save_blank(figure: Figure, file: io.BytesIO, **options: object) -> None:
-    file.write(b"\x89PNG\r\n\x1a\n")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def short_endings() -> Iterator[None]:
     """A run ends with a sample of few tokens and blank pictures: else the end takes longer than a toy training."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workflow, "SAMPLE", dataclasses.replace(workflow.SAMPLE, max_new_tokens=8))
-        patch.setattr(Figure, "savefig", save_blank)
-        patch.setattr(ConstrainedLayoutEngine, "execute", lambda engine, figure: None)
+    with short_endings_of_runs():
         yield
 
 
