@@ -23,7 +23,6 @@ import dataclasses
 import json
 import math
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -43,6 +42,7 @@ from cdrmix.data.batch import Batch
 from cdrmix.errors import CdrmixError, NonFiniteLossError, OutOfMemoryError
 from cdrmix.model.depth import move_biases
 from cdrmix.model.feed_forward.router import balance_routers
+from cdrmix.peak_memory import peak_resident
 from cdrmix.plan.fit import GB, fit, shortfall
 from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.plan.machine import machine_for
@@ -469,7 +469,7 @@ def peak_memory(world: DistributedContext) -> dict[str, float | None]:
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(world.device),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(world.device),
         }
-    return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # Linux counts in KiB
+    return {"peak_resident_bytes": peak_resident()}
 
 
 def show_profile(profile: dict[str, Any]) -> None:

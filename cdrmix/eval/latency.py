@@ -24,8 +24,8 @@ from cdrmix.confidence import CONFIDENCE, items_for_quantile, upper_rank
 from cdrmix.data.tasks import make_example
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CdrmixError
-from cdrmix.eval.peak_memory import peak, reset_peak
 from cdrmix.eval.suites import SUITES, Decode, Measure, Subject, SuiteOptions, SuiteResult
+from cdrmix.peak_memory import peak, reset_peak
 
 PROMPT, NEW = 128, 64  # tokens
 WARM_UP = 3  # requests before those that count: kernels are compiled and memory is allocated in them

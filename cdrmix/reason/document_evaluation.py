@@ -26,11 +26,11 @@ from cdrmix.config.schema_reasoning import EpisodesOfDocuments, QuestionFiles, R
 from cdrmix.data.tasks import TASKS, known_task, score
 from cdrmix.errors import ConfigError, CorpusError
 from cdrmix.eval.intervals import wilson
-from cdrmix.eval.peak_memory import peak, reset_peak
 from cdrmix.inference.load import Loaded
 from cdrmix.model.cache import select, with_fast_weights
 from cdrmix.model.decoding import Prefix, prefill, prefill_rows
 from cdrmix.model.language_model import Cache, LanguageModel
+from cdrmix.peak_memory import peak, reset_peak
 from cdrmix.reason.agent.agent import Window, last_chunk_only, read_episodes
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.documents import GivenDocuments, TaskDocuments

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import resource
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from cdrmix.config.schema import Train
 from cdrmix.errors import NonFiniteLossError, Preempted
+from cdrmix.peak_memory import peak
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Progress, Saver
 from cdrmix.training.digests import DigestFile
-from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
 from cdrmix.training.faults import NORM, WHEN_SKIPPED, Skips, StopRequest, TooManySkips
 from cdrmix.training.metrics import Record, StepRecord
@@ -197,7 +194,7 @@ class Trainer:
             tokens=self.progress.tokens,
             tokens_per_second=self._clock.tokens_per_second(self.progress),
             seconds=self.progress.seconds,
-            memory_gib=memory_gib(self.engine.world),
+            memory_gib=peak(self.engine.world.device) / 2**30,
         )
         record = self.objective.record(facts, totals)
         if validates:
@@ -262,10 +259,3 @@ class Clock:
         tokens, seconds = progress.tokens - self._recorded.tokens, progress.seconds - self._recorded.seconds
         self._recorded = progress
         return tokens / seconds if seconds > 0 else 0.0
-
-
-def memory_gib(world: DistributedContext) -> float:
-    """Peak memory of this process in GiB: of the GPU, or on a CPU its resident memory."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from built_once import built_once
-from short_endings import short_endings as short_endings_of_runs
 
-pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
+for name in ("pydantic", "matplotlib"):
+    pytest.importorskip(name, reason=f"needs {name}, which is not installed")
 
 from in_process import main
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from short_endings import short_endings as short_endings_of_runs
 
 from cdrmix import plugins, workflow
 from cdrmix.inference.checkpoints import list_checkpoints

@@ -9,7 +9,8 @@ import pytest
 import torch
 from built_once import built_once
 
-pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
+for name in ("pydantic", "matplotlib"):
+    pytest.importorskip(name, reason=f"needs {name}, which is not installed")
 
 import short_endings
 from tqdm import tqdm

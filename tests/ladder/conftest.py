@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from built_once import built_once
 
-pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
+for name in ("pydantic", "matplotlib"):
+    pytest.importorskip(name, reason=f"needs {name}, which is not installed")
 
 import short_endings
 from in_process import main
