@@ -142,7 +142,8 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def import_graph() -> dict[str, dict[str, int]]:
+@pytest.fixture(scope="module")
+def graph() -> dict[str, dict[str, int]]:
     """Of each module of ours the modules of ours that it imports, with the line, inside functions too."""
     modules = {module_of(path): path for path in PACKAGE_FILES}
     del modules["cdrmix"]  # the public API, which imports on demand what it names
@@ -169,8 +170,9 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
         left = {module: others - outside for module, others in left.items() if module not in outside}
 
 
-def test_imports_go_down_the_layers_without_circles(capsys: pytest.CaptureFixture[str]) -> None:
-    graph = import_graph()
+def test_imports_go_down_the_layers_without_circles(
+    graph: dict[str, dict[str, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong, arrows = [], set[tuple[str, str]]()
     for module, imported in graph.items():
         package = package_of(module)

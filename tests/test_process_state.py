@@ -68,6 +68,7 @@ def test_of_a_fixture_that_ends_late(whole):
 """
 
 
+@pytest.mark.slow  # pytest within pytest
 def test_every_kind_of_leak_fails_by_name(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELD", "x")
     pytester.makepyfile(test_leaks=TESTS.replace("LEAKS", repr([leak for leak, _ in LEAKS])))

@@ -45,7 +45,8 @@ def _step(  # type: ignore[no-untyped-def]
     q, k, read = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(rank, np.float32)
     strength = np.float32(2) * sigmoid(rate[0])[0]
     for b in range(first, batch, stride):
-        carried[b] = own[b, : width + gates]
+        for j in range(width + gates):  # no slice: numba compiles its error message for two seconds
+            carried[b, j] = own[b, j]
         square_q, square_k = floor, floor
         for j in range(width):
             square_q += own[b, j] * own[b, j]

@@ -29,12 +29,16 @@ def _streams_forward(first, stride, x, mixes, last, starts, length, s0, s1, s2, 
     before = np.empty(width, np.float32)
     for piece in range(first * TOKENS, tokens, stride * TOKENS):
         for t in range(piece, min(piece + TOKENS, tokens)):
+            # Loops, since numba compiles the error message of `before[:] = row` for two seconds.
             if starts[t]:
-                before[:] = ZERO
+                for j in range(width):
+                    before[j] = ZERO
             elif t % length == 0:
-                before[:] = last[t // length]
+                for j in range(width):
+                    before[j] = last[t // length, j]
             elif t == piece:
-                before[:] = x[t - 1]
+                for j in range(width):
+                    before[j] = x[t - 1, j]
             for j in range(width):
                 here = x[t, j]
                 difference = before[j] - here
@@ -68,11 +72,14 @@ def _streams_backward(  # type: ignore[no-untyped-def]
         for t in range(end - 1, piece - 1, -1):
             alone = starts[t]
             if alone:
-                before[:] = ZERO
+                for j in range(width):
+                    before[j] = ZERO
             elif t % length == 0:
-                before[:] = last[t // length]
+                for j in range(width):
+                    before[j] = last[t // length, j]
             else:
-                before[:] = x[t - 1]
+                for j in range(width):
+                    before[j] = x[t - 1, j]
             for j in range(width):
                 e0, e1, e2, e3, e4, e5 = d0[t, j], d1[t, j], d2[t, j], d3[t, j], d4[t, j], d5[t, j]
                 shifted = (e0 * mixes[0, j] + e1 * mixes[1, j] + e2 * mixes[2, j]) + (

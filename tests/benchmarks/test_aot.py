@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +88,29 @@ def builds(architecture):
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
+    """`compiled(name, architecture)`: a build of KERNELS; those of an architecture are made when one is asked for."""
     path = tmp_path_factory.mktemp("kernels") / "known_kernels.py"
     path.write_text(KERNELS)
-    found = aot_compile.compile_all([str(path)], tuple(aot_compile.MACHINES), processes=1)
-    return {(one.name, one.architecture): one for one in found}
+
+    @functools.cache
+    def of(architecture: str) -> dict[str, Any]:
+        return {one.name: one for one in aot_compile.compile_all([str(path)], (architecture,), processes=1)}
+
+    return lambda name, architecture: of(architecture)[name]
 
 
-@pytest.mark.parametrize("architecture", aot_compile.MACHINES)
-def test_known_kernels(compiled: dict[tuple[str, str], Any], architecture: str) -> None:
+QUICK = ("sm_90", "gfx942")  # architectures of the quick tests: the one with every kind of build, and AMD's
+
+
+def each(*architectures: str) -> list[Any]:
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in architectures]
+
+
+@pytest.mark.parametrize("architecture", each(*aot_compile.MACHINES))
+def test_known_kernels(compiled: Callable[[str, str], Any], architecture: str) -> None:
     """1024 elements are eight a thread, one load of 128 bits; AMD's waves are twice as wide."""
-    one = compiled["add", architecture]
+    one = compiled("add", architecture)
     assert aot.refusals(one) == []
     lanes = 256 if architecture == "gfx942" else 128
     bits = str(16 * 1024 // lanes)
@@ -107,7 +121,7 @@ def test_known_kernels(compiled: dict[tuple[str, str], Any], architecture: str) 
     assert 8 < one.registers < 64
     assert one.resident >= 8
 
-    product = compiled["product", architecture]
+    product = compiled("product", architecture)
     assert aot.refusals(product) == []
     assert product.loops == 1
     assert product.counts["tensor"] > 0
@@ -117,8 +131,8 @@ def test_known_kernels(compiled: dict[tuple[str, str], Any], architecture: str) 
     assert bool(product.bounds) == (architecture == "sm_90")
 
 
-def test_a_spill_is_refused(compiled: dict[tuple[str, str], Any]) -> None:
-    one = compiled["spills", "sm_90"]
+def test_a_spill_is_refused(compiled: Callable[[str, str], Any]) -> None:
+    one = compiled("spills", "sm_90")
     assert one.spill_stores > 0
     assert one.counts["local"] > 0
     [message] = aot.refusals(one)
@@ -127,9 +141,9 @@ def test_a_spill_is_refused(compiled: dict[tuple[str, str], Any]) -> None:
     assert "the limit is 0" in message
 
 
-def test_a_spill_is_held_against_the_other_launches(compiled: dict[tuple[str, str], Any]) -> None:
+def test_a_spill_is_held_against_the_other_launches(compiled: Callable[[str, str], Any]) -> None:
     """Refused unless it is estimated faster; its bytes count in the estimate as if they went through HBM."""
-    one = compiled["spills", "sm_90"]
+    one = compiled("spills", "sm_90")
     assert aot.refusals(dataclasses.replace(one, rival=one.time + 0.01)) == []
     [message] = aot.refusals(dataclasses.replace(one, rival=one.time))
     assert f"another launch is estimated at {one.time:.0f} µs, it at {one.time:.0f}" in message
@@ -140,19 +154,19 @@ def test_a_spill_is_held_against_the_other_launches(compiled: dict[tuple[str, st
 
 
 def test_a_spill_has_no_rival_without_other_launches(
-    compiled: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+    compiled: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other launches are those of the same kernel, dtype and constants but for the tiles; the best is the rival."""
-    one = dataclasses.replace(compiled["spills", "sm_90"], configuration="bf16 K64 V64 BLOCK_V64 C32 PRECISION=tf32")
+    one = dataclasses.replace(compiled("spills", "sm_90"), configuration="bf16 K64 V64 BLOCK_V64 C32 PRECISION=tf32")
     asked = []
 
     def others(modules: list[str], architectures: tuple[str, ...], *, only: str, builds: str) -> list[Any]:
         asked.append((architectures, only, builds))
-        slow = dataclasses.replace(compiled["product", "sm_90"], bounds={"hbm": 9.0})
+        slow = dataclasses.replace(compiled("product", "sm_90"), bounds={"hbm": 9.0})
         return [] if len(asked) == 1 else [one, slow] if len(asked) == 2 else [one]
 
     monkeypatch.setattr(aot_compile, "compile_all", others)
-    assert [judged.rival for judged in aot.judged([one, compiled["product", "sm_90"]])] == [0.0, 0.0]
+    assert [judged.rival for judged in aot.judged([one, compiled("product", "sm_90")])] == [0.0, 0.0]
     assert aot.judged([one])[0].rival == 9.0
     assert aot.judged([one])[0].rival == one.time  # where all spill
     [(architectures, only, builds), *_] = asked
@@ -166,16 +180,18 @@ def test_a_spill_has_no_rival_without_other_launches(
         assert not re.search(only, other)
 
 
-def test_a_transpose_in_registers_is_refused_on_hopper(compiled: dict[tuple[str, str], Any]) -> None:
+def test_a_transpose_in_registers_is_refused_on_hopper(compiled: Callable[[str, str], Any]) -> None:
     """dot(trans(dot(x, y)), y), and the same product worked out as dot(dot(y^T, x^T), y)."""
-    [message] = aot.refusals(compiled["back_transposed", "sm_90"])
+    [message] = aot.refusals(compiled("back_transposed", "sm_90"))
     assert "has 1 products by wgmma with an operand that is transposed in registers" in message
-    assert aot.refusals(compiled["back_straight", "sm_90"]) == []
+    assert aot.refusals(compiled("back_straight", "sm_90")) == []
 
 
-@pytest.mark.parametrize(("architecture", "limit"), [("sm_80", 163), ("sm_90", 227)])
-def test_too_much_shared_memory_is_refused(compiled: dict[tuple[str, str], Any], architecture: str, limit: int) -> None:
-    one = compiled["too_much_shared", architecture]
+@pytest.mark.parametrize(
+    ("architecture", "limit"), [pytest.param("sm_80", 163, marks=pytest.mark.slow), ("sm_90", 227)]
+)
+def test_too_much_shared_memory_is_refused(compiled: Callable[[str, str], Any], architecture: str, limit: int) -> None:
+    one = compiled("too_much_shared", architecture)
     [message] = aot.refusals(one)
     assert message.startswith(f"too_much_shared (bf16 M128 N128 K128, 8 warps, 5 stages) on {architecture} takes ")
     assert f"{one.shared / 1024:.1f} KiB of shared memory; the limit is {limit} KiB" in message
@@ -311,22 +327,22 @@ def test_occupancy(architecture: str, registers: int, shared: int, warps: int, p
     assert aot_compile.occupancy(architecture, registers, shared, warps) == programs
 
 
-def test_the_peer_takes_its_fastest_configuration_that_is_in_order(compiled: dict[tuple[str, str], Any]) -> None:
-    good = compiled["product", "sm_90"]
+def test_the_peer_takes_its_fastest_configuration_that_is_in_order(compiled: Callable[[str, str], Any]) -> None:
+    good = compiled("product", "sm_90")
     slow = dataclasses.replace(good, warps=8, bounds={"hbm": good.time + 1})
     fast_but_spilling = dataclasses.replace(good, warps=2, bounds={"hbm": 0.1}, spill_stores=4)
     assert aot.chosen([fast_but_spilling, slow, good]) == [good]
     assert aot.chosen([fast_but_spilling]) == [fast_but_spilling]
 
 
-def test_passes_are_added_up(compiled: dict[tuple[str, str], Any]) -> None:
+def test_passes_are_added_up(compiled: Callable[[str, str], Any]) -> None:
     """A pass is its kernels; fla's backward pass launches those of `both` again and some element-wise work."""
 
     def one(
         name: str, time: float, configuration: str = "bf16 K64 V64 BLOCK_V64 C32", architecture: str = "sm_90"
     ) -> Any:
         made = {"name": name, "configuration": configuration, "architecture": architecture, "bounds": {"hbm": time}}
-        return dataclasses.replace(compiled["product", "sm_90"], **made)
+        return dataclasses.replace(compiled("product", "sm_90"), **made)
 
     names = {"wkv7_map": 1.0, "wkv7_map_keys": 2.0, "wkv7_forward": 4.0, "wkv7_backward": 8.0}
     names |= {"wkv7_gradient_values": 10.0, "wkv7_gradient_keys": 6.0}
@@ -339,7 +355,7 @@ def test_passes_are_added_up(compiled: dict[tuple[str, str], Any]) -> None:
     assert found["backward"] == pytest.approx(101 + 4 * 134217728 / 4.3e6, rel=1e-6)
 
 
-@pytest.mark.parametrize("architecture", aot_compile.MACHINES)
+@pytest.mark.parametrize("architecture", each(*aot_compile.MACHINES))
 @pytest.mark.parametrize("module", aot.modules())
 def test_builds_name_the_kernels_arguments(module: str, architecture: str) -> None:
     builds = importlib.import_module(module).builds(architecture)

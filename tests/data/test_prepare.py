@@ -287,6 +287,7 @@ def test_a_killed_preparation_leaves_nothing_that_looks_finished(
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [shards.path]
 
 
+@pytest.mark.slow  # two new interpreters
 def test_two_preparations_at_once(make_config: Any, corpus: dict[str, Any], tmp_path: Path) -> None:
     config = make_config(corpus)
     with start(config, "wait") as one, start(config, "wait") as other:

@@ -84,6 +84,7 @@ def test_properties_are_those_of_python(bit: int, newer: set[str]) -> None:
     assert [hex(c) for c in wrong] == []
 
 
+@pytest.mark.slow  # every character; the quick tests have those that differ
 def test_case_decides_how_a_sigma_lowers(newer: set[str]) -> None:
     """Before, behind and between letters: every character's being cased or ignorable, and its own lower case."""
     for pattern in ("{}", "{}Σ", "a{}Σ", "aΣ{}", "aΣ{}b"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -44,8 +45,9 @@ architectures: Any = importlib.import_module("hf_architectures")
 sys.path.remove(str(BENCHMARKS))
 tiny = architectures.tiny
 
-peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft, which is not installed"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks for it
     pytest.mark.usefixtures("own_settings"),  # of `join`
 ]
@@ -214,6 +216,8 @@ def test_export_is_a_stock_folder_and_the_adapters_open_in_plain_peft(
     stock, adapters = run / "export", workspace / "adapters-alone"
     assert main(["export", "--model", str(run), "--adapter", "--out", str(adapters)]) == 0
     expected = logits(plain(stock))
+    import peft  # here: importing it takes two seconds
+
     assert distance(logits(peft.PeftModel.from_pretrained(plain(bases["llama"]), str(adapters))), expected) < 1e-5
     described = json.loads((adapters / "adapter_config.json").read_text())
     assert described["target_modules"] == sorted(f"{name}_proj" for name in ("down", "gate", "k", "o", "q", "up", "v"))
@@ -286,6 +290,8 @@ def test_a_stopped_run_continues_bit_for_bit_with_its_base_alone_and_exports_the
     assert run_all(config, "auto") == stopped
     assert main(["compare", str(run), str(stopped)]) == 0
     assert not (stopped / "export" / "model.safetensors").exists()
+    import peft
+
     adapted = peft.PeftModel.from_pretrained(plain(base), str(stopped / "export"))
     assert distance(logits(adapted), logits(plain(run / "export"))) < 1e-5
     cdrmix.load(stopped / "export")

@@ -307,6 +307,7 @@ assert not cpu_simd.scan.signatures and not cpu_simd.scan_back.signatures
 """
 
 
+@pytest.mark.slow  # a new interpreter
 def test_a_fresh_process_needs_torch_alone_and_compiles_nothing_before_a_call() -> None:
     """The operators import nothing but PyTorch and Triton; the reference serves a CPU without numba; importing the
     kernels for CPUs compiles none of them and warns of nothing."""

@@ -40,7 +40,12 @@ def all_of(index: EpisodicIndex) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.gate
 @pytest.mark.parametrize(
-    ("scenario", "least"), [("new", 50), ("torn", 12), pytest.param("cached", 80, marks=pytest.mark.long)]
+    ("scenario", "least"),
+    [
+        ("torn", 12),
+        pytest.param("new", 50, marks=pytest.mark.slow),
+        pytest.param("cached", 80, marks=pytest.mark.long),
+    ],
 )
 def test_killed_at_every_call_that_touches_the_disk(tmp_path: Path, scenario: str, least: int) -> None:
     """Real processes and SIGKILL: no acknowledged commit is lost, no rejected one is visible, all bytes are equal."""
