@@ -50,8 +50,9 @@ from cdrmix.plan.memory import MemoryPlan
 from cdrmix.runtime import seed_everything
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.deepspeed_config import accumulation
-from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
+from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import Engine, make_engine
+from cdrmix.training.rendezvous import place
 from cdrmix.training.schedule import learning_rate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -130,7 +131,7 @@ def main() -> int:
     except torch.cuda.OutOfMemoryError as error:
         print(f"train_gpu.py: out of memory: {error}", file=sys.stderr)
         return OutOfMemoryError.exit_code
-    if rank_size_local_rank()[0] != 0:
+    if place().rank != 0:
         return 0
     if arguments.json:
         print(json.dumps(run.finite(dataclasses.asdict(result))))
@@ -181,7 +182,7 @@ def configured(arguments: argparse.Namespace) -> Config:
     ]
     if arguments.zero_stage is not None:
         changes.append(f"train.zero_stage={arguments.zero_stage}")
-    elif arguments.config is None and rank_size_local_rank()[1] == 1:
+    elif arguments.config is None and place().size == 1:
         changes.append("train.zero_stage=0")  # one process has nothing to shard
     if arguments.checkpointing:
         changes.append("train.activation_checkpointing=true")
@@ -196,7 +197,7 @@ def configured(arguments: argparse.Namespace) -> Config:
 
 def with_micro_batches(full: Config, micro_batches: int) -> Config:
     """The configuration with so many micro-batches an update, over all processes."""
-    rows = full.train.micro_batch_rows * micro_batches * rank_size_local_rank()[1]
+    rows = full.train.micro_batch_rows * micro_batches * place().size
     return full.model_copy(update={"train": full.train.model_copy(update={"batch_rows": rows})})
 
 

@@ -101,16 +101,19 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
         _first_process(
             world,
             lambda: check_memory(config, machine_for(config, None, world.size), world.size, say=to_standard_error),
+            "the check of the memory",
         )
     stage_b = config.kind == "reasoning" and bool(spans(config))
     if resume is None:
         check_start(config)
         if stage_b:
             check_stage_b(config, world.size)
-            _first_process(world, lambda: check_phases(config, world.size, to_standard_error))
+            _first_process(
+                world, lambda: check_phases(config, world.size, to_standard_error), "the check of the memory"
+            )
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
-        _first_process(world, lambda: stack.enter_context(run.locked()))
+        _first_process(world, lambda: stack.enter_context(run.locked()), "the lock of the run")
         mirror = stack.enter_context(mirroring(config, run))
         if config.kind == "reasoning" and not stage_b:
             run.say(STAGE_A_ONLY)
@@ -121,7 +124,11 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
             if world.is_main_process and (questions := fingerprint_of_questions(config)):
                 run.keep_questions(questions)
         if load_base := _trained_base(config, shards):
-            _first_process(world, lambda: _measure_before(config, run, shards, world.device, load_base))
+            _first_process(
+                world,
+                lambda: _measure_before(config, run, shards, world.device, load_base),
+                "the evaluation before the training",
+            )
         watcher = stack.enter_context(AttachedWatcher(run, config))
         callbacks = [*callbacks, watcher]
         if config.reasoning is None or config.reasoning.backbone is None:
@@ -147,12 +154,12 @@ def _make_base(config: Config, world: DistributedContext) -> None:
         section = config.model
         _ = section.folder  # raises for a file
         if section.online:
-            _first_process(world, lambda: download(section, to_standard_error))
+            _first_process(world, lambda: download(section, to_standard_error), "the download of the model")
         made_by, folder = section.made_by, section.path
     if made_by is None or folder is None:
         return
     target = Path(folder).expanduser()
-    if world.gather(world.is_main_process and target.exists())[0]:
+    if world.gather(world.is_main_process and target.exists(), f"whether {target} exists")[0]:
         return
     base = Config.from_yaml(made_by)
     if not isinstance(config.model, Model):
@@ -166,18 +173,21 @@ def _make_base(config: Config, world: DistributedContext) -> None:
         temporary.rename(target)
         to_standard_error(f"The model of {made_by} is in {target}")
 
-    _first_process(world, copy)
+    _first_process(world, copy, "the copy of the model to start from")
 
 
-def _first_process(world: DistributedContext, action: Callable[[], Item]) -> Item:
-    """Runs the action in the first process. Returns its result, or raises its CdrmixError, in all processes."""
+def _first_process(world: DistributedContext, action: Callable[[], Item], what: str) -> Item:
+    """Runs the action in the first process. Returns its result, or raises its CdrmixError, in all processes.
+
+    what: the action, for the lines about a long wait.
+    """
     outcome: tuple[Item | None, CdrmixError | None] = (None, None)
     if world.is_main_process:
         try:
             outcome = (action(), None)
         except CdrmixError as error:
             outcome = (None, error)
-    item, problem = world.gather(outcome)[0]
+    item, problem = world.gather(outcome, what)[0]
     if problem is not None:
         raise problem
     return item  # type: ignore[return-value]
@@ -195,7 +205,7 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
             run.say(f"There was no unfinished run of this configuration ({config.hash()[:8]}) in {config.run.root}")
         return run.path
 
-    path = _first_process(world, choose)
+    path = _first_process(world, choose, "the choice of the run folder")
     check_shared(world, path, "run.root")
     if world.is_main_process:
         note_run(path, config.hash())
@@ -210,7 +220,7 @@ def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> Shard
         run.keep_text(made[0].fingerprint)
         return made[0].path
 
-    path = _first_process(world, make)
+    path = _first_process(world, make, "the preparation of the text")
     check_shared(world, path, "data.cache")
     shards = made[0] if made else open_shards(path, verify=False)  # the first process has verified all files
     run.keep_tokenizer(shards.tokenizer_path)
@@ -270,7 +280,7 @@ def _train(
     callbacks: Sequence[Callback],
     mirror: MirrorThread | None,
 ) -> None:
-    if world.gather(world.is_main_process and _finished(config, run))[0]:
+    if world.gather(world.is_main_process and _finished(config, run), "whether stage A is complete")[0]:
         run.say(f"Stage A is already complete: {config.train.steps} steps")
         return
     if isinstance(config.model, Model):
@@ -302,7 +312,7 @@ def _train_stage_b(
     mirror: MirrorThread | None,
 ) -> None:
     last = spans(config)[-1]
-    if world.gather(world.is_main_process and _reached(run, "stage_b", last.last))[0]:
+    if world.gather(world.is_main_process and _reached(run, "stage_b", last.last), "whether stage B is complete")[0]:
         run.say(f"Stage B is already complete: {last.last} steps")
         return
     free_memory()

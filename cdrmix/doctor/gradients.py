@@ -72,7 +72,9 @@ def engine(check: str, config: Config, whole: Config, shards: ShardSet) -> Findi
         assert parameter.grad is not None
         errors[name] = _relative_error(trained.gradient(name), trained.part(name, parameter.grad))
     trained.zero()
-    worst, name = max((error, name) for each in world.gather(errors) for name, error in each.items())
+    worst, name = max(
+        (error, name) for each in world.gather(errors, "the errors of the gradients") for name, error in each.items()
+    )
     passed = worst < ENGINE_TOLERANCE
     remedy = "" if passed else "do not train in this mode; install the versions of constraints.txt"
     return Finding(check, passed, f"largest error of a gradient {worst:.1e} ({name})", remedy)

@@ -191,7 +191,7 @@ def _padded(losses: list[Loss], world: DistributedContext, further: Loss | None)
     """As many micro-batches in every process, because gradients are reduced together: with `further` ones, by default
     the last one of the process times 0."""
     assert losses, "a phase gives every process at least one micro-batch"
-    missing, last = max(world.gather(len(losses))) - len(losses), losses[-1]
+    missing, last = max(world.gather(len(losses), "the number of micro-batches")) - len(losses), losses[-1]
     if further is not None:
         return losses + [further] * missing
 

@@ -166,7 +166,8 @@ def _start(
     The weights of stage A's last checkpoint are the running average if it has one, as in its export.
     """
     assert config.reasoning is not None
-    newest = world.gather(newest_whole_checkpoint(run.checkpoints, run.say) if world.is_main_process else None)[0]
+    found = newest_whole_checkpoint(run.checkpoints, run.say) if world.is_main_process else None
+    newest = world.gather(found, "the choice of a checkpoint")[0]
     if newest is not None:
         weights = read_weights(newest, average=has_average(newest)) if world.is_main_process else {}
         return read_progress(newest), weights, newest
@@ -265,7 +266,7 @@ def _begin(engine: Engine, weights: dict[str, Tensor], origin: Path | None, worl
         other = {name for name in weights if is_new(name) and name not in fresh}  # heads that no phase here wants
         weights = {name: tensor for name, tensor in (weights | new).items() if name not in other}
         problem = state_dict_mismatch(weights, engine.shapes())
-    problem = world.gather(problem)[0]
+    problem = world.gather(problem, "the weights to start from")[0]
     if problem is not None:
         where = origin / file_name(MODEL) if origin is not None else "reasoning.backbone"
         raise CheckpointError(f"{where} does not fit this configuration's model: it {problem}")

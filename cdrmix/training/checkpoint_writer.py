@@ -24,7 +24,8 @@ from torch import Tensor
 from cdrmix.durable import disk_full, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
 from cdrmix.errors import CheckpointError
 from cdrmix.inference.checkpoints import FORMAT, MANIFEST
-from cdrmix.training.distributed import TIMEOUT, DistributedContext, rendezvous_store, wait_until
+from cdrmix.training.distributed import DistributedContext
+from cdrmix.training.rendezvous import TIMEOUT, rendezvous_store, wait_until
 from cdrmix.training.retention import BEST, LATEST, set_aside
 
 WHEN_FULL = (
@@ -64,7 +65,9 @@ class CheckpointWriter:
         self._pointers = (LATEST, BEST) if best else (LATEST,)
         self._store = rendezvous_store(world.rank, world.size) if world.size > 1 else dist.HashStore()
         # Every process is here: the checkpoint before is finished in all of them.
-        turn, owner = world.gather((self._store.add(f"checkpoints of {world.rank}", 1), os.getpid()))[0]
+        turn, owner = world.gather(
+            (self._store.add(f"checkpoints of {world.rank}", 1), os.getpid()), "the start of a checkpoint"
+        )[0]
         self._temporary = folder / f"{self.path.name}.tmp-{owner}"
         self._parts = [f"part {rank} of checkpoint {turn}" for rank in range(world.size)]
         self._outcome = f"outcome of checkpoint {turn}"
@@ -92,7 +95,7 @@ class CheckpointWriter:
         except TimeoutError:
             self._abandoned.set()
             raise CheckpointError(f"{self._temporary} was not written in {limit:.0f} s: its disk hangs") from None
-        if not wait_until(lambda: self._store.check([self._outcome]), limit):
+        if not wait_until(lambda: self._store.check([self._outcome]), limit, lambda: f"the commit of {self.path}"):
             raise CheckpointError(f"{self.path} was not committed in {limit:.0f} s: the first process hangs")
         failures: list[_Failure] = [_Failure(*each) for each in json.loads(self._store.get(self._outcome))]
         if not failures:

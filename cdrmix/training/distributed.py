@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
-import functools
 import gc
 import logging
-import math
 import os
-import pickle
 import platform
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import ConfigError
+from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.kernels.common.products import multiplies_on_one_thread, set_num_threads
 from cdrmix.runtime import be_deterministic, check_cpu, check_gpu, device_type, keep_freed_memory, threads
+from cdrmix.training import messages
+from cdrmix.training.rendezvous import TIMEOUT, place, rendezvous_store, wait_for_all
 from cdrmix.training.threads import candidates
 
 Item = TypeVar("Item")
 
-# Of collectives and of the start. Processes differ by at most the time of one step.
-TIMEOUT = datetime.timedelta(minutes=30)
 SHARED_FOLDER_WAIT = 60.0  # seconds; a network file system may hide a new folder for as long (acdirmax, nfs(5))
 
 
@@ -120,70 +115,52 @@ class DistributedContext:
         """Whether the flag is set in any process."""
         return bool(self.total(torch.tensor([float(flag)], device=self.device)).item())
 
-    def gather(self, item: Item) -> list[Item]:
-        """Every process's item, by rank.
+    def gather(self, item: Item, what: str) -> list[Item]:
+        """Every process's item, by rank. Items are what messages.py can say.
 
-        Waits without a timeout, since the first process may prepare text or write a checkpoint meanwhile. A signal ends
-        the wait, and torchrun ends it when a process dies; a collective would wait until its timeout.
+        what: what the processes tell each other, for the lines about a long wait. It is long where the first process
+        prepares text or writes a checkpoint meanwhile, so a collective, which has a short limit, would not do. A signal
+        ends it, and so does the launcher when a process dies. Raises HangError, CdrmixError for a damaged message.
         """
         if self.size == 1:
             return [item]
         store = rendezvous_store(self.rank, self.size)
         turn = store.add(f"turns of {self.rank}", 1)
         keys = [f"item {turn} of {rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], pickle.dumps(item))  # type: ignore[arg-type]  # the stub lacks bytes
-        wait_until(lambda: store.check(keys))
-        items: list[Item] = [pickle.loads(store.get(key)) for key in keys]
-        readers = f"readers of {turn}"
-        store.add(readers, 1)
+        store.set(keys[self.rank], messages.encode(item))
+        wait_for_all(store, keys, self.rank, what)
+        items = [_message(store.get(key), rank, what) for rank, key in enumerate(keys)]
+        readers = [f"reader {turn} is {rank}" for rank in range(self.size)]
+        store.set(readers[self.rank], "")
         if self.rank == 0:  # it may hold the store, so it waits until all have read
-            wait_until(lambda: store.add(readers, 0) == self.size)
-            for key in (*keys, readers):
+            wait_for_all(store, readers, self.rank, what)
+            for key in (*keys, *readers):
                 store.delete_key(key)
         return items
+
+
+def _message(text: bytes, rank: int, what: str) -> Any:
+    try:
+        return messages.decode(text)
+    except ValueError as error:
+        raise CdrmixError(f"process {rank} said of {what} what cannot be read: {error}") from error
 
 
 def join(config: Config) -> DistributedContext:
     """Joins the run's processes; sets the device, the threads and determinism.
 
-    Reads RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them. Without them this is the only process, and no port is
-    opened. May be called again: the process group is created once and destroyed at exit.
-    Raises ConfigError when the configured device is missing or cannot run the precision.
+    May be called again: the process group is created once and destroyed at exit.
+    Raises ConfigError when the configured device is missing or cannot run the precision, or the processes cannot meet.
     """
-    rank, size, local_rank = rank_size_local_rank()
+    rank, size, local_rank, local_size = place()
     device = _device(config, local_rank)
-    set_num_threads(threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+    set_num_threads(threads(config, local_size))
     be_deterministic(any_threads=config.model.kind == "cdrmix")
     keep_freed_memory()
     _join_process_group(rank, size, local_rank, device)
     train = config.train
     parallel = train.sequence_parallel, train.tensor_parallel, train.pipeline_parallel
     return DistributedContext(rank, size, local_rank, device, *parallel)
-
-
-@functools.cache
-def rendezvous_store(rank: int, size: int) -> dist.Store:
-    """The key-value store that all processes share: that of torchrun, or one in the process of rank 0."""
-    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))
-    return dist.PrefixStore("cdrmix", store)
-
-
-def wait_until(done: Callable[[], bool], seconds: float = math.inf) -> bool:
-    """Waits for something that another process does, at most so long. Returns whether it is done. A signal ends the
-    wait."""
-    pause, end = 0.001, time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-        pause = min(1.0, pause * 1.5)
-    return True
-
-
-def rank_size_local_rank() -> tuple[int, int, int]:
-    """This process's rank, the number of processes, and the rank within the machine, from the environment."""
-    environment = os.environ
-    return int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1)), int(environment.get("LOCAL_RANK", 0))
 
 
 def check_shared(world: DistributedContext, path: Path, key: str) -> None:
@@ -194,7 +171,11 @@ def check_shared(world: DistributedContext, path: Path, key: str) -> None:
     end = time.monotonic() + SHARED_FOLDER_WAIT
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.1)
-    machines = {name for name in world.gather(None if path.exists() else platform.node()) if name is not None}
+    machines = {
+        name
+        for name in world.gather(None if path.exists() else platform.node(), f"whether {path} exists")
+        if name is not None
+    }
     if machines:
         raise ConfigError(
             f"{key}: {path} of the first process does not exist on {', '.join(sorted(machines))}; all machines of a "
@@ -216,7 +197,7 @@ def thread_numbers(config: Config, world: DistributedContext) -> list[int]:
     One number where `run.threads` gives it, on a GPU, with several processes, which would slow one another, and where
     bits depend on the number.
     """
-    most = threads(config, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    most = threads(config, place().local_size)
     if config.run.threads or world.size > 1 or world.device.type != "cpu" or not any_threads(config, world.device):
         return [most]
     return candidates(most)

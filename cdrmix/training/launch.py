@@ -1,9 +1,13 @@
-"""Starts the processes of one run on this machine by torchrun, forwards signals, and reports the first failure.
+"""Starts the processes of one run on this machine, forwards signals, and reports the first failure.
 
-There are three levels of processes: the launcher, which the user started; torchrun's agent, in a session of its own;
-and the workers. STOP_SIGNALS reach the launcher only. It forwards each signal once to every worker, also to a worker
-that starts later. Before the first worker has started, it ends the agent. The first worker that fails writes its exit
-code and message to a file, because torchrun exits with 1 for every failure.
+The launcher, which the user started, has the workers in sessions of their own, so that the signals of a terminal reach
+the launcher only. It forwards each of STOP_SIGNALS once to every worker, also to a worker that begins later. Before the
+first worker has begun, it ends them. The first worker that fails writes its exit code and message to a file; the others
+then get SIGTERM, and SIGKILL a minute later.
+
+torchrun is not used: its agents meet over a port that everyone who reaches the machine can write to, and unpickle what
+they find there. Here the workers of one machine meet in a file of the launcher's folder, which its user alone can read
+(rendezvous.py), and exchange tensors over the loopback interface.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,8 +37,14 @@ from cdrmix.training.zero import check_zero_stage
 
 FOLDER = "CDRMIX_LAUNCH"  # set for workers: where they leave their process ids and their failure
 PR_SET_PDEATHSIG = 1
+LAST_WORDS = 60.0  # seconds that the others have when a worker has failed
+POLL = 0.1  # seconds
+LAUNCHER = "launcher"  # file of the launcher's folder: its process id
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_A_LAUNCHER = (FOLDER, *PLACE)  # environment variables of a worker
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # SIGUSR1: of schedulers that are told so
 CRASHED = "cdrmix: error: a process of the run crashed or was killed"
+OF_A_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "gloo/transport")  # in messages of gloo
 RESTARTED = (CdrmixError.exit_code, HangError.exit_code, UNEXPECTED)  # exit codes of what may not happen again
 EXHAUSTED = "exhausted"  # file of the launcher's folder: a micro-batch did not fit in memory
 RUNS = "runs"  # file of the launcher's folder: a line for each run folder, with the hash of its configuration
@@ -44,7 +55,7 @@ class Nodes:
     """The machines of a run, each with a launcher of its own and as many processes.
 
     count: of machines. rank: this one's, from 0. The first process of the run is on machine 0. host, port: where all
-    processes meet: a name of machine 0, and a free port of it. A single machine chooses them itself.
+    processes meet: a name of machine 0, and a free port of it. The processes of a single machine need none.
     """
 
     count: int = 1
@@ -71,12 +82,22 @@ class Nodes:
             )
         return cls(count, rank, host, int(port))
 
-    def torchrun_options(self) -> list[str]:
-        """The options of torchrun that say the same."""
-        if self.count == 1:
-            return ["--standalone"]
-        where = ["--master-addr", self.host, "--master-port", str(self.port)]
-        return ["--nnodes", str(self.count), "--node-rank", str(self.rank), *where]
+    def places(self, processes: int) -> list[dict[str, str]]:
+        """The environment of each of `processes` processes on this machine that says which it is and how it meets the
+        others. A single machine's exchange tensors over its loopback interface."""
+        shared = {"WORLD_SIZE": str(self.count * processes), "LOCAL_WORLD_SIZE": str(processes)}
+        if self.count > 1:
+            shared |= {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)}
+        else:
+            shared |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback())
+        first = self.rank * processes
+        return [shared | {"RANK": str(first + each), "LOCAL_RANK": str(each)} for each in range(processes)]
+
+
+def loopback() -> str:
+    """The name of the network interface that reaches only this machine."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name in ("lo", "lo0")), "lo")
 
 
 class Ended(NamedTuple):
@@ -151,14 +172,15 @@ def _attempt(processes: int, arguments: Sequence[str], nodes: Nodes) -> Ended:
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="cdrmix-launch-") as name:
         folder = Path(name)
-        environment = os.environ | {
+        # A launcher around this one may have left places.
+        environment = {key: value for key, value in os.environ.items() if key not in OF_A_LAUNCHER} | {
             FOLDER: name,
             # Without it `-m` puts the current folder on sys.path, where kernels/ hides the PyPI package of that name.
             "PYTHONSAFEPATH": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // processes))),
         }
-        options = [*nodes.torchrun_options(), "--nproc-per-node", str(processes)]
-        command = [sys.executable, "-m", "cdrmix.training.launch", json.dumps(options), *arguments]
+        (folder / LAUNCHER).write_text(str(os.getpid()))
+        command = [sys.executable, "-m", "cdrmix.cli", *arguments]
 
         received: list[int] = []
         # Set before the agent starts, so that no signal is lost and none ends the launcher alone.
@@ -167,15 +189,18 @@ def _attempt(processes: int, arguments: Sequence[str], nodes: Nodes) -> Ended:
             for number in STOP_SIGNALS
             if signal.getsignal(number) is not signal.SIG_IGN  # a signal that nohup ignores stays ignored
         }
-        agent: subprocess.Popen[bytes] | None = None
+        workers: list[subprocess.Popen[bytes]] = []
         try:
-            agent = subprocess.Popen(command, env=environment, start_new_session=True)
-            status, forwarded = _wait(agent, folder, received)
+            for place in nodes.places(processes):
+                worker = subprocess.Popen(command, env=environment | place, start_new_session=True)
+                workers.append(worker)  # at once, so that those that have started are ended if one cannot start
+            status, forwarded = _wait(workers, folder, received)
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
-            if agent is not None and agent.poll() is None:
-                agent.kill()
+            for each in workers:
+                each.kill()
+                each.wait()
         noted = (folder / RUNS).read_text(encoding="utf-8").splitlines() if (folder / RUNS).exists() else []
         runs = {key: Path(path) for key, _, path in (line.partition(" ") for line in noted)}
         failure = folder / "failure.json"
@@ -190,16 +215,32 @@ def _attempt(processes: int, arguments: Sequence[str], nodes: Nodes) -> Ended:
         return Ended(1, CRASHED, False, runs)
 
 
-def _wait(agent: subprocess.Popen[bytes], folder: Path, received: list[int]) -> tuple[int, int]:
-    """Waits for the agent and forwards signals. Returns the agent's status and the last forwarded signal, or 0."""
-    forwarded = 0
+def _wait(workers: Sequence[subprocess.Popen[bytes]], folder: Path, received: list[int]) -> tuple[int, int]:
+    """Waits for the workers and forwards signals. Returns the first status that is not 0, and the last signal that was
+    forwarded, or 0."""
+    forwarded, status, end = 0, 0, math.inf
     while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return agent.wait(timeout=0.1), received[-1] if received else forwarded
+        running = [worker for worker in workers if worker.poll() is None]
+        if status == 0:
+            status = next((worker.returncode for worker in workers if worker.returncode), 0)
+            if status and running:
+                end = time.monotonic() + LAST_WORDS
+                _stop(running, signal.SIGTERM)
+        if not running:
+            return status, received[-1] if received else forwarded
+        if time.monotonic() > end:
+            _stop(running, signal.SIGKILL)
         while received:
             forwarded = received.pop(0)
             if not signal_workers(folder, forwarded):
-                agent.terminate()
+                _stop(running, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running[0].wait(timeout=POLL)
+
+
+def _stop(workers: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for worker in workers:
+        worker.send_signal(number)
 
 
 def signal_workers(folder: Path, number: int) -> bool:
@@ -261,6 +302,9 @@ def begin_work() -> None:
     folder = Path(os.environ[FOLDER])
     # A worker that outlived a killed run would write into the folder of the resumed run.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = folder / LAUNCHER
+    if launcher.exists() and os.getppid() != int(launcher.read_text()):
+        os._exit(1)  # the launcher died before
     with _locked(folder):
         (folder / f"{os.getpid()}.pid").touch()
         earlier = folder / "signals"
@@ -292,8 +336,10 @@ def note_exhausted() -> None:
 
 
 def lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective of a worker failed because another process of the run has ended."""
-    return is_worker() and any(text in str(error) for text in ("Connection closed by peer", "Connection reset by peer"))
+    """Whether a collective or the store of a worker failed, because another process of the run has ended or its
+    connection was disturbed."""
+    of_the_store = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # of torch, which is not imported
+    return is_worker() and (of_the_store or any(text in str(error) for text in OF_A_CONNECTION))
 
 
 def exit_worker(status: int) -> NoReturn:
@@ -315,27 +361,3 @@ def report_failure(status: int, message: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.link(temporary, folder / "failure.json")  # atomic, and never replaces an earlier report
     temporary.unlink()
-
-
-def agent(options: Sequence[str], arguments: Sequence[str]) -> int:
-    """Runs torchrun on this machine, without the stack traces that it prints when a worker fails."""
-    import logging
-
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
-
-    logging.disable(logging.ERROR)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # When a process fails, the others have 60 s to end by themselves.
-    try:
-        run(parse_args([*options, "--shutdown-timeout", "60", "-m", "cdrmix.cli", *arguments]))
-    except ChildFailedError:
-        return 1
-    except SignalException as error:  # sent by the launcher before a worker had started
-        return 128 + error.sigval
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(agent(json.loads(sys.argv[1]), sys.argv[2:]))

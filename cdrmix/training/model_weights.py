@@ -117,7 +117,9 @@ class ModelWeights:
     def _collected(self, of_stage: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of all stages in rank 0, sent one at a time; {} in the others. of_stage: in the first rank of
         each stage."""
-        tables = self._world.gather([(name, each.shape, each.dtype) for name, each in of_stage.items()])
+        tables = self._world.gather(
+            [(name, tuple(each.shape), each.dtype) for name, each in of_stage.items()], "the tensors of the stages"
+        )
         device = self._world.device
         if self._world.rank > 0:
             for each in of_stage.values():

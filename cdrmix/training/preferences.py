@@ -93,7 +93,8 @@ def stored_reference(run: RunFolder, shards: ShardSet, world: DistributedContext
                     found = Reference(**{name: torch.from_numpy(array) for name, array in arrays.items()})
         except (OSError, ValueError, LookupError, TypeError):
             found = None  # it is computed again
-    return world.gather(found)[0]
+    stored = world.gather(found, "the stored log-probabilities of the reference model")[0]
+    return None if stored is None else Reference(*stored)
 
 
 def make_reference(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) -> Reference:
@@ -120,7 +121,8 @@ def _log_probs_of_all(engine: Engine, split: Split, micro_batch_rows: int) -> Te
         numbers.append(batch.pairs_P)
         values.append(log_probs_P2.cpu())
     found = torch.full((split.documents // 2, 2), math.nan, dtype=torch.float64)
-    for of_rank, its_values in engine.world.gather((torch.cat(numbers), torch.cat(values))):
+    what = "the log-probabilities of the reference model"
+    for of_rank, its_values in engine.world.gather((torch.cat(numbers), torch.cat(values)), what):
         found[of_rank] = its_values
     assert not found.isnan().any(), "every pair is in one row"
     return found

@@ -240,7 +240,7 @@ def fingerprints(shards: ShardSet) -> Fingerprints:
 
 def _start(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) -> Reference | None:
     """Loads the weights that the training starts from, unless a checkpoint follows. Returns the reference of DPO."""
-    begun = engine.world.gather(bool(list_checkpoints(run.checkpoints)))[0]
+    begun = engine.world.gather(bool(list_checkpoints(run.checkpoints)), "whether the run has begun")[0]
     # Without a checkpoint the training starts from the model as it is now, which may not be that of a stored reference.
     reference = stored_reference(run, shards, engine.world) if config.train.dpo is not None and begun else None
     missing = config.train.dpo is not None and reference is None
@@ -271,7 +271,7 @@ def _continue(engine: Engine, config: Config, run: RunFolder, shards: ShardSet) 
     choice: tuple[Path | None, str] = (None, "")
     if world.is_main_process:
         choice = _newest(run)
-    checkpoint, problem = world.gather(choice)[0]
+    checkpoint, problem = world.gather(choice, "the choice of a checkpoint")[0]
     if problem:
         raise CheckpointError(problem)
     if checkpoint is None:
@@ -316,7 +316,7 @@ def _go_back(
         checkpoint = newest_whole_checkpoint(
             run.checkpoints, run.say, wanted=lambda path: not SKIPPED & read_progress(path).consecutive_skips.keys()
         )
-    checkpoint = engine.world.gather(checkpoint)[0]
+    checkpoint = engine.world.gather(checkpoint, "the choice of a checkpoint to go back to")[0]
     if checkpoint is None:
         return None
     saver.go_back(checkpoint)

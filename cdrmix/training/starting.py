@@ -37,7 +37,9 @@ def load_weights(engine: Engine, config: Config, shards: ShardSet) -> None:
             weights = _weights(Path(config.train.start_from).expanduser(), config, engine, shards)
         except CdrmixError as error:
             problem = error  # every process raises it below, so that none waits for the others
-    problem = next((each for each in engine.world.gather(problem) if each is not None), None)
+    problem = next(
+        (each for each in engine.world.gather(problem, "the weights to start from") if each is not None), None
+    )
     if problem is not None:
         raise problem
     engine.load_weights(weights)

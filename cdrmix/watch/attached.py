@@ -17,15 +17,13 @@ from cdrmix.eval.rows import last_results, lines, read_rows
 from cdrmix.inference.checkpoints import list_checkpoints
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.callbacks import Callback
-from cdrmix.training.launch import FOLDER
+from cdrmix.training.launch import OF_A_LAUNCHER
 from cdrmix.watch.queue import candidate
 from cdrmix.watch.watcher import pending
 
 MOST_STARTS = 4  # of the process, if it is killed
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 POLL = 0.2  # seconds
-# What torchrun sets for its workers, of which the watcher is none.
-OF_A_WORKER = (FOLDER, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class AttachedWatcher(Callback):
@@ -85,7 +83,7 @@ class AttachedWatcher(Callback):
     def _start(self) -> None:
         """Starts the process. If the system cannot, the run goes on without it."""
         self._starts += 1
-        environment: dict[str, Any] = {name: value for name, value in os.environ.items() if name not in OF_A_WORKER}
+        environment: dict[str, Any] = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
         environment["PYTHONSAFEPATH"] = "1"  # see `launch`
         command = [sys.executable, "-m", "cdrmix.cli", "eval", "watch", str(self._run.path.absolute())]
         try:

@@ -27,11 +27,12 @@ from cdrmix.runtime import seed_everything
 from cdrmix.training import owners
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import Progress, load_checkpoint, save_checkpoint
-from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
+from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import make_engine
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.objective import Outcome, StepAccumulator, StepTotals
 from cdrmix.training.optim import make_optimizer, parameter_groups
+from cdrmix.training.rendezvous import place
 
 owners.SMALL = 200  # the model is so small that every process would update everything
 
@@ -74,7 +75,7 @@ def steps(order: dict[str, Any], settings: list[str], save: Path) -> dict[str, f
     In the second step the last process keeps no token. Both sides have the weights and biases of a few steps' move, so
     that every branch keeps some tokens and skips others.
     """
-    rank, size, _ = rank_size_local_rank()
+    rank, size, *_ = place()
     config = configured(order, settings)
     world, alone = join(config), DistributedContext(0, 1, 0, torch.device("cpu"))
     split = open_shards(Path(order["shards"])).train
@@ -176,7 +177,7 @@ def depth_resumes(order: dict[str, Any], settings: list[str], where: Path) -> bo
 
 
 def main(order: dict[str, Any]) -> None:
-    rank, _, _ = rank_size_local_rank()
+    rank = place().rank
     folder = Path(order["folder"])
     results: dict[str, Any] = {}
     for name, job in (("cases", steps), ("resumed", depth_resumes)):

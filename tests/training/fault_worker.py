@@ -15,11 +15,11 @@ from worker import act_before, train_in
 
 from cdrmix.data.batch import Batch
 from cdrmix.inference.checkpoints import list_checkpoints
-from cdrmix.training.distributed import rank_size_local_rank
 from cdrmix.training.engine import Engine
 from cdrmix.training.faults import Skips
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.objective import Outcome
+from cdrmix.training.rendezvous import place
 from cdrmix.training.stage_a import Pretraining
 
 
@@ -28,7 +28,7 @@ def hang(order: dict[str, Any]) -> int:
     where = Path(order["where"])
     where.mkdir(exist_ok=True)
     assert train_in(where / "straight", order, order["overrides"]) == 0
-    if rank_size_local_rank()[0] == 0:
+    if place().rank == 0:
         act_before("3:hang")
     return train_in(where / "hangs", order, [*order["overrides"], "train.hang_timeout=8"])
 
@@ -38,7 +38,7 @@ def skips(order: dict[str, Any]) -> int:
 
     Rank 0 writes `where`: for each stage which files with tensors have changed from each step to the next.
     """
-    where, rank = Path(order["where"]), rank_size_local_rank()[0]
+    where, rank = Path(order["where"]), place().rank
     where.mkdir(exist_ok=True)
     forward, reason = Pretraining.forward, Skips.reason
     asked: list[float] = []

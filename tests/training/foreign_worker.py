@@ -20,10 +20,11 @@ from cdrmix.errors import CheckpointError
 from cdrmix.runtime import seed_everything
 from cdrmix.training import deepspeed_config
 from cdrmix.training.checkpoint import Fingerprints, Progress, load_checkpoint, save_checkpoint
-from cdrmix.training.distributed import join, rank_size_local_rank
+from cdrmix.training.distributed import join
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import parameter_groups
+from cdrmix.training.rendezvous import place
 
 # The models here are so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
 deepspeed_config.PERSISTENCE_THRESHOLD = 0
@@ -94,7 +95,7 @@ def make_model(kind: str, config: Config, mode: Mode, folder: Path) -> NextToken
         assert all(parameter.numel() == 0 for parameter in model.parameters())
     else:
         model = transformers.AutoModelForCausalLM.from_config(described)
-        if rank_size_local_rank()[0] == 0 and not (folder / kind).exists():
+        if place().rank == 0 and not (folder / kind).exists():
             model.save_pretrained(folder / kind)
     loss_model = NextToken(model)
     with torch.no_grad():
@@ -116,7 +117,7 @@ def configured(order: dict[str, Any], mode: Mode, *overrides: str) -> Config:
 
 def micro_batches(config: Config, step: int) -> Iterator[tuple[Tensor, bool]]:
     """This process's rows of a step, in micro-batches of the same rows for every number of processes; which is last."""
-    rank, size, _ = rank_size_local_rank()
+    rank, size, *_ = place()
     ids = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
     rows = ids.view(-1, config.train.micro_batch_rows, LENGTH)[rank::size]
     for number, row in enumerate(rows):
@@ -302,7 +303,7 @@ def main(order: dict[str, Any]) -> int:
         folder = where / str(number)
         folder.mkdir(parents=True, exist_ok=True)
         results.append(JOBS[job["job"]](order | job | {"where": str(folder)}))
-    if rank_size_local_rank()[0] == 0:
+    if place().rank == 0:
         (where / "results.json").write_text(json.dumps(results))
     return 0
 

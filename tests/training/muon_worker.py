@@ -23,10 +23,11 @@ from cdrmix.runtime import seed_everything
 from cdrmix.training import owners
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import Progress, save_checkpoint
-from cdrmix.training.distributed import join, rank_size_local_rank
+from cdrmix.training.distributed import join
 from cdrmix.training.engine import make_engine
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import make_optimizer, parameter_groups
+from cdrmix.training.rendezvous import place
 
 owners.SMALL = 200  # the model is so small that every process would update everything
 
@@ -46,7 +47,7 @@ def configured(order: dict[str, Any], parallel: int) -> Config:
 
 def steps(order: dict[str, Any], parallel: int, save: Path) -> dict[str, float]:
     """Three steps of the engine against plain PyTorch in one process: the largest errors, relative to the updates."""
-    rank, size, _ = rank_size_local_rank()
+    rank, size, *_ = place()
     config = configured(order, parallel)
     world = join(config)
     split = open_shards(Path(order["shards"])).train
@@ -112,7 +113,7 @@ def muon_resumes(order: dict[str, Any], parallel: int, where: Path) -> bool:
 
 
 def main(order: dict[str, Any]) -> None:
-    rank, size, _ = rank_size_local_rank()
+    rank, size, *_ = place()
     folder = Path(order["folder"])
     results: dict[str, Any] = {}
     for parallel in json.loads(order["parallel"]):

@@ -18,10 +18,11 @@ from cdrmix.data.shards import open_shards
 from cdrmix.ops.weights import compute_weight, is_attached
 from cdrmix.runtime import seed_everything
 from cdrmix.training import deepspeed_config, stage_a
-from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
+from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import make_optimizer, parameter_groups
+from cdrmix.training.rendezvous import place
 
 deepspeed_config.PERSISTENCE_THRESHOLD = 0  # so small a model would be kept whole by ZeRO-3
 STEPS, ROWS, MICRO = 4, 8, 2
@@ -33,7 +34,7 @@ def main(order: dict[str, Any]) -> None:
     results = {}
     for stage, reduced in itertools.product(json.loads(order["stages"]), ("fp32", "bf16")):
         results[f"{stage} {reduced}"] = steps(order, stage, reduced)
-    if rank_size_local_rank()[0] == 0:
+    if place().rank == 0:
         Path(order["where"]).write_text(json.dumps(results))
 
 

@@ -22,10 +22,11 @@ from cdrmix.runtime import seed_everything
 from cdrmix.training import deepspeed_config
 from cdrmix.training import engine as engine_module
 from cdrmix.training.build import build_loss_model
-from cdrmix.training.distributed import join, rank_size_local_rank
+from cdrmix.training.distributed import join
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
+from cdrmix.training.rendezvous import place
 
 
 def toy(order: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def toy(order: dict[str, Any]) -> dict[str, Any]:
     `twice` is a projection with an attached copy that is used two times, `alone` takes part in rank 0 only, `never`
     nowhere. They are named in an order in which these two come last, so that the others leave before them.
     """
-    rank, size, _ = rank_size_local_rank()
+    rank, size, *_ = place()
     join(Config.from_yaml(order["config"], []))  # settles threads and the process group
     ranks = sum(range(1, size + 1))
     # A micro-batch's gradient, over rank + 1. The outer product gives every element of `twice` 5; the inner one gives
@@ -86,7 +87,7 @@ def engines(order: dict[str, Any]) -> dict[str, Any]:
 def run_engine(
     order: dict[str, Any], overlap: bool, stage: int, precision: str, experts: int, reduced: str
 ) -> tuple[dict[str, Tensor], int, int]:
-    rank, size, _ = rank_size_local_rank()
+    rank, size, *_ = place()
     overrides = [f"train.zero_stage={stage}", f"train.precision={precision}", f"train.expert_parallel={experts}"]
     overrides += [f"train.reduce_dtype={reduced}", f"train.micro_batch_rows={4 // size}", *order["overrides"]]
     config = Config.from_yaml(order["config"], overrides)
@@ -129,7 +130,7 @@ def run_engine(
 
 def main(order: dict[str, Any]) -> int:
     results = toy(order) if order["job"] == "toy" else engines(order)
-    Path(f"{order['where']}-{rank_size_local_rank()[0]}").write_text(json.dumps(results))
+    Path(f"{order['where']}-{place().rank}").write_text(json.dumps(results))
     return 0
 
 

@@ -36,11 +36,12 @@ from cdrmix.runtime import seed_everything
 from cdrmix.training import deepspeed_config, stage_a, trainer
 from cdrmix.training.build import build_loss_model
 from cdrmix.training.checkpoint import Progress, differences, save_checkpoint
-from cdrmix.training.distributed import DistributedContext, join, rank_size_local_rank
+from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.engine import make_engine
 from cdrmix.training.expert_parallel import expert_layer, is_expert_shard
 from cdrmix.training.launch import exit_worker
 from cdrmix.training.optim import LossScale, make_optimizer, parameter_groups
+from cdrmix.training.rendezvous import place
 from cdrmix.training.schedule import learning_rate
 
 # The model here is so small that ZeRO-3 would keep every parameter whole, and prove nothing about released ones.
@@ -54,14 +55,14 @@ def train(order: dict[str, Any]) -> int:
         used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0])
         resource.setrlimit(resource.RLIMIT_DATA, ((used << 10) + (int(order["allowance"]) << 20),) * 2)
         deepspeed_config.MOST_LIVE = deepspeed_config.BUCKET = 1 << 21  # of a model that is small for these buffers
-    if "at" in order and rank_size_local_rank()[0] == 0:
+    if "at" in order and place().rank == 0:
         act_before(order["at"])
     return train_in(Path(order["where"]), order, order["overrides"], resume=order.get("resume"))
 
 
 def train_in(where: Path, order: dict[str, Any], overrides: list[str], *, resume: str | None = None) -> int:
     config = Config.from_yaml(order["config"], overrides)
-    rank = rank_size_local_rank()[0]
+    rank = place().rank
     if rank == 0 and not where.exists():
         RunFolder.create(config).path.rename(where)
     join(config).barrier()
@@ -118,7 +119,7 @@ def repeat(order: dict[str, Any]) -> int:
             train_in(where / f"broken{name}", order, overrides)
         except BrokenOff:
             assert train_in(where / f"broken{name}", order, overrides, resume="auto") == 0
-    if rank_size_local_rank()[0] == 0:
+    if place().rank == 0:
         act_before("2:SIGTERM")
     return train_in(where / "stopped", order, order["overrides"])
 
@@ -135,7 +136,7 @@ def gradients(order: dict[str, Any]) -> int:
         results[f"{stage} {accumulation} {checkpointing}"] = compare(order, overrides, accumulation)
     for stage in json.loads(order["scaled"]):
         results[f"scaled {stage}"] = compare_scaled(order, stage)
-    if rank_size_local_rank()[0] == 0:
+    if place().rank == 0:
         Path(order["where"]).write_text(json.dumps(results))
     return 0
 
@@ -147,14 +148,14 @@ def depths(order: dict[str, Any]) -> int:
         section = f"model.prediction={{tokens: 3, every: 2, kind: {kind}, weights: [1, 0.5, 0.25]}}"
         varied = {**order, "overrides": [*order["overrides"], section]}
         results[f"{kind} {settings}"] = compare(varied, [f"train.{setting}" for setting in settings], 2)
-    if rank_size_local_rank()[0] == 0:
+    if place().rank == 0:
         Path(order["where"]).write_text(json.dumps(results))
     return 0
 
 
 def compare_scaled(order: dict[str, Any], stage: int, parallel: int = 1) -> dict[str, float]:
     """A step with a loss scale against one without, and what is left of the weights after an overflow: all errors."""
-    rank, size, _ = rank_size_local_rank()
+    rank, size, *_ = place()
     overrides = [f"train.zero_stage={stage}", f"train.expert_parallel={parallel}"]
     config = Config.from_yaml(order["config"], [*overrides, f"train.micro_batch_rows={8 // size}"])
     world = join(config)
@@ -211,7 +212,7 @@ def plain_step(path: str, overrides: tuple[str, ...], shards: str, accumulation:
     config = Config.from_yaml(path, overrides)
     depths, split = prediction_depths(config), open_shards(Path(shards)).train
     rows = {"row_length": config.data.row_length, "batch_rows": 8, "seed": 5}
-    size = rank_size_local_rank()[1]
+    size = place().size
     seed_everything(3)
     plain = build_loss_model(config)
     # The routers' losses are means over a micro-batch, so plain PyTorch sees the same micro-batches, of all ranks.
@@ -235,7 +236,7 @@ def plain_step(path: str, overrides: tuple[str, ...], shards: str, accumulation:
 
 
 def compare(order: dict[str, Any], overrides: list[str], accumulation: int) -> dict[str, float]:
-    rank, size, _ = rank_size_local_rank()
+    rank, size, *_ = place()
     overrides += [f"train.micro_batch_rows={8 // accumulation // size}", *order["overrides"]]
     config = Config.from_yaml(order["config"], overrides)
     world = join(config)
@@ -276,7 +277,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def experts(order: dict[str, Any]) -> int:
     """Everything about expert parallelism that one start of the processes can tell; rank 0 writes it to `where`."""
-    rank, size, _ = rank_size_local_rank()
+    rank, size, *_ = place()
     folder, parallel = Path(order["folder"]), int(order["parallel"])
     results: dict[str, Any] = {}
     for stage in (0, 1, 2, 3):
@@ -308,7 +309,7 @@ def expert_config(order: dict[str, Any], stage: int, parallel: int) -> Config:
 
 def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, float]:
     """Compares three engine steps with plain PyTorch and whole experts: the largest relative errors of a rank."""
-    rank, size, _ = rank_size_local_rank()
+    rank, size, *_ = place()
     config = expert_config(order, stage, int(order["parallel"]))
     world = join(config)
     from deepspeed.utils import safe_get_full_grad
