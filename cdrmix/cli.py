@@ -122,7 +122,7 @@ def train_main() -> int:
 
 
 def _fail(status: int, message: str, show_traceback: bool, *, agreed: bool = False) -> int:
-    """Reports an error. `agreed`: every process of the run fails in the same way, so torchrun need not stop any."""
+    """Reports an error. `agreed`: every process of the run fails in the same way, so the launcher need not stop any."""
     if show_traceback:
         message = traceback.format_exc() + message
     if launch.is_worker():

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cdrmix.code_caches import check_code_caches
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.kernels.common.products import (
@@ -117,6 +118,7 @@ def only_device(config: Config, wanted: str | None = None) -> torch.device:
 def work_alone(config: Config, wanted: str | None = None) -> torch.device:
     """Sets threads and determinism for a command that runs a trained model in one process; returns `only_device`."""
     device = only_device(config, wanted)
+    check_code_caches()
     set_num_threads(threads(config, 1))
     be_deterministic(any_threads=config.model.kind == "cdrmix")
     return device

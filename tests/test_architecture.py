@@ -29,7 +29,8 @@ LAYERS = [
     {"registry"},
     {"durable", "kernels", "_dedup", "_text"},
     {"config", "ops"},
-    {"run_folder", "runtime"},
+    {"run_folder", "code_caches"},
+    {"runtime"},
     {"data", "model"},  # these two never meet: a Batch passes between them
     {"eval", "inference"},
     {"training"},

@@ -157,7 +157,7 @@ class Saver:
     mirror: copies what is committed to a second store; None: no mirror, or not the first process.
     """
 
-    PATIENCE = 30.0  # torchrun kills a process 60 s after another one has failed
+    PATIENCE = 30.0  # the launcher kills a process 60 s after another one has failed
 
     def __init__(
         self,

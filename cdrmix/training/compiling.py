@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from cdrmix.code_caches import keep_code_of_torch_compile
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.model.language_model import LanguageModel
@@ -18,8 +19,10 @@ def compile_blocks(model: LanguageModel) -> None:
     """Compiles every block at its first call, in place. Blocks of one kind share the code.
 
     Our operators are not compiled; the element-wise operations between them are fused. The compiler is told here
-    whether determinism is demanded: torch.set_deterministic_debug_mode, which demands it, does not tell it.
+    whether determinism is demanded: torch.set_deterministic_debug_mode, which demands it, does not tell it. Its code is
+    kept in a folder of the user alone (code_caches.py).
     """
+    keep_code_of_torch_compile()
     torch.use_deterministic_algorithms(
         torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
     )

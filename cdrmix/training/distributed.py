@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cdrmix.code_caches import check_code_caches
 from cdrmix.config.schema import Config
 from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.kernels.common.products import multiplies_on_one_thread, set_num_threads
@@ -154,6 +155,7 @@ def join(config: Config) -> DistributedContext:
     """
     rank, size, local_rank, local_size = place()
     device = _device(config, local_rank)
+    check_code_caches()
     set_num_threads(threads(config, local_size))
     be_deterministic(any_threads=config.model.kind == "cdrmix")
     keep_freed_memory()

@@ -47,9 +47,9 @@ SAME_INTERRUPT = 1.0  # seconds in which SIGINT counts once: Ctrl-C may arrive f
 class StopRequest:
     """Notes STOP_SIGNALS, so that the training can stop between two steps. A context manager.
 
-    All but SIGINT may arrive several times: when a scheduler ends a job, a worker gets one signal from it, one from
-    the launcher and one from torchrun, and must still save its checkpoint. A second SIGINT, one second after the first
-    or later, ends the process at once.
+    All but SIGINT may arrive several times: when a scheduler ends a job, a worker gets one signal from it and one from
+    the launcher, and another one where a process has failed, and must still save its checkpoint. A second SIGINT, one
+    second after the first or later, ends the process at once.
 
     On exit the former handlers are restored. A signal that was ignored (SIGHUP under nohup) stays ignored. Python
     delivers signals to the main thread only, so in another thread no signal is noted.

@@ -8,7 +8,6 @@ name of a class of cdrmix.errors and its message.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 from pathlib import Path
@@ -34,7 +33,7 @@ def decode(message: str | bytes) -> Any:
     """The item of a message. Raises ValueError if it is none that `encode` makes."""
     try:
         return _item(json.loads(message))
-    except (TypeError, LookupError, AttributeError, RecursionError, binascii.Error, EOFError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, EOFError) as error:
         raise ValueError(f"it is no message of this package: {error}") from error
 
 

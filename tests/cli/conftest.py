@@ -169,7 +169,7 @@ def wait_for_checkpoint() -> Callable[[Path], Path]:
 
 @pytest.fixture(scope="session")
 def workers() -> Callable[[int], list[int]]:
-    """The processes of the run that a launcher has started, by its process id: children of its child, the agent."""
+    """The processes of the run that a launcher has started, by its process id."""
 
     def find(launcher: int) -> list[int]:
         parents = {}
@@ -178,7 +178,6 @@ def workers() -> Callable[[int], list[int]]:
                 parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
                 continue
-        agents = [pid for pid, parent in parents.items() if parent == launcher]
-        return [pid for pid, parent in parents.items() if parent in agents]
+        return [pid for pid, parent in parents.items() if parent == launcher]
 
     return find

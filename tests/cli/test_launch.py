@@ -32,24 +32,17 @@ launch.report_failure(75, f"stopped by {len(caught)} signal")
 launch.end_work()
 """
 
-# launch() with two processes of the code in argv[1], without torchrun between.
+# launch() with two processes of the code in argv[1] in place of the command line.
 LAUNCHER = """
 import subprocess, sys
 from cdrmix.training import launch
-real = subprocess.Popen
-worker = [sys.executable, "-c", sys.argv[1]]
-class Pair(real):
+class Worker(subprocess.Popen):
     def __init__(self, command, env, start_new_session):
-        self.other = real(worker, env=env)
-        super().__init__(worker, env=env, start_new_session=start_new_session)
-        print(env["CDRMIX_LAUNCH"], flush=True)
-    def wait(self, timeout=None):
-        self.other.wait(timeout)
-        return super().wait(timeout)
-    def terminate(self):
-        self.other.terminate()
-        super().terminate()
-launch.subprocess.Popen = Pair
+        super().__init__([sys.executable, "-c", sys.argv[1]], env=env, start_new_session=start_new_session)
+        if env["RANK"] == "0":
+            print(env["CDRMIX_LAUNCH"], flush=True)
+launch.subprocess.Popen = Worker
+launch.LAST_WORDS = 0.2
 status, message = launch.launch(2, [])
 print(message)
 sys.exit(status)

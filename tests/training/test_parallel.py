@@ -38,7 +38,7 @@ def test_every_rank_gets_every_item_turn_by_turn_and_nothing_is_left_in_the_stor
 
     def body(world: DistributedContext) -> None:
         time.sleep(0.02 * world.rank)
-        found[world.rank] = [world.gather((turn, world.rank)) for turn in range(3)]
+        found[world.rank] = [world.gather((turn, world.rank), "a turn") for turn in range(3)]
 
     threads = [threading.Thread(target=body, args=(world,)) for world in worlds(3)]
     for thread in threads:
@@ -53,7 +53,7 @@ def test_a_wait_for_the_others_ends_at_a_signal(store: dist.Store) -> None:
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        worlds(2)[1].gather("the first process prepares the text")
+        worlds(2)[1].gather(None, "the preparation of the text")
 
 
 @pytest.mark.slow
