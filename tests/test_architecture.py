@@ -212,6 +212,30 @@ def test_every_dependency_has_one_owner() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# What reads pickled objects runs code. Between the processes of a run messages.py is used.
+UNPICKLE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+KNOWS_PICKLE = {
+    "cdrmix/inference/rwkv_files.py",  # by name: the errors of torch.load, which it calls with weights_only
+    "cdrmix/data/pipeline/executor.py",  # what it sends its own workers, which Ray carries
+}
+
+
+def test_nothing_is_unpickled() -> None:
+    """Neither by the package nor by collectives of PyTorch that take objects. A worker's pipe to its parent may."""
+    wrong = []
+    for path in PACKAGE_FILES:
+        name, text = name_of(path), path.read_text(encoding="utf-8")
+        found = {module.split(".")[0] for _, module in imports_of(path)} & UNPICKLE
+        if found and name not in KNOWS_PICKLE:
+            wrong.append(f"{name} imports {', '.join(found)}")
+        wrong += [f"{name}: {call}" for call in re.findall(r"\w+_object(?:_list)?s?\(", text) if "dist." + call in text]
+        wrong += [
+            f"{name}: {call}" for call in re.findall(r"torch\.load\([^)]*\)", text) if "weights_only=True" not in call
+        ]
+        wrong += [f"{name}: allow_pickle" for _ in re.findall(r"allow_pickle=True", text)]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_every_declared_dependency_has_its_owner_written_down() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     packages = {re.match(r"[\w-]+", line)[0] for line in declared}  # type: ignore[index]

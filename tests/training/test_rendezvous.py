@@ -239,7 +239,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_what_is_no_message_is_refused(text: bytes) -> None:
-    with pytest.raises(ValueError, match="^it is no message of this package: "):
+    with pytest.raises(ValueError, match=r"^it is no message of this package: "):
         messages.decode(text)
 
 
