@@ -28,11 +28,10 @@ from cdrmix.cli_common import (
 )
 from cdrmix.cli_gates import add_gate
 from cdrmix.data.escaping import escape_unprintable
-from cdrmix.errors import UNEXPECTED, CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
+from cdrmix.errors import INTERRUPTED, UNEXPECTED, CdrmixError, CdrmixWarning, ConfigError, DiskFullError, Preempted
 from cdrmix.gpus import GPUS
 from cdrmix.training import launch
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 # The user named a path that cannot be used: --out, --model, a run folder.
 UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
@@ -114,11 +113,6 @@ def _run(arguments: Sequence[str]) -> int:
         if not launch.lost_peer(error):
             raise
         return _fail(CdrmixError.exit_code, launch.CRASHED, show_traceback)
-
-
-def train_main() -> int:
-    """`cdrmix-train ...` is `cdrmix train ...`."""
-    return main(["train", *sys.argv[1:]])
 
 
 def _fail(status: int, message: str, show_traceback: bool, *, agreed: bool = False) -> int:

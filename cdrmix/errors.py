@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 UNEXPECTED = 70  # sysexits.h EX_SOFTWARE: exit code of any other exception, a defect of cdrmix or of the device
 
 

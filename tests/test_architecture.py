@@ -44,6 +44,7 @@ LAYERS = [
     {"cli_common"},
     {"commands", "cli_checkpoints", "cli_eval", "cli_gates", "cli_ladder"},
     {"cli"},
+    {"entry"},
 ]
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}
 
