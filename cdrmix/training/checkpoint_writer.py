@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cdrmix.durable import disk_full, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
-from cdrmix.errors import CheckpointError
+from cdrmix.errors import CdrmixError, CheckpointError
 from cdrmix.inference.checkpoints import FORMAT, MANIFEST
+from cdrmix.training import messages
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.rendezvous import TIMEOUT, rendezvous_store, wait_until
 from cdrmix.training.retention import BEST, LATEST, set_aside
@@ -97,7 +98,8 @@ class CheckpointWriter:
             raise CheckpointError(f"{self._temporary} was not written in {limit:.0f} s: its disk hangs") from None
         if not wait_until(lambda: self._store.check([self._outcome]), limit, lambda: f"the commit of {self.path}"):
             raise CheckpointError(f"{self.path} was not committed in {limit:.0f} s: the first process hangs")
-        failures: list[_Failure] = [_Failure(*each) for each in json.loads(self._store.get(self._outcome))]
+        said = messages.read(self._store.get(self._outcome), "process 0", f"the commit of {self.path}")
+        failures = [_Failure(*each) for each in said]
         if not failures:
             return self.path
         folder = self.path.parent
@@ -124,7 +126,7 @@ class CheckpointWriter:
         except (OSError, SafetensorError) as error:
             failure = _Failure(is_disk_full(error), str(error))
         finally:  # also after a defect, which `finish` raises in its process
-            self._store.set(self._parts[self._world.rank], json.dumps([files, failure]))
+            self._store.set(self._parts[self._world.rank], messages.encode((files, failure)))
             if self._world.is_main_process:
                 self._commit_when_all_are_written()
 
@@ -135,8 +137,15 @@ class CheckpointWriter:
                 self._conclude([_Failure(False, "a process has not written its files")])
                 return
             pause = min(0.5, pause * 1.5)
-        parts = [json.loads(self._store.get(key)) for key in self._parts]
-        failures = [_Failure(*failure) for _, failure in parts if failure is not None]
+        try:
+            parts = [
+                messages.read(self._store.get(key), f"process {rank}", f"its files of {self.path}")
+                for rank, key in enumerate(self._parts)
+            ]
+            failures = [_Failure(*failure) for _, failure in parts if failure is not None]
+        except CdrmixError as error:
+            self._conclude([_Failure(False, str(error))])
+            return
         for key in self._parts if self._world.size > 1 else ():
             self._store.delete_key(key)
         if failures:
@@ -154,7 +163,7 @@ class CheckpointWriter:
     def _conclude(self, failures: list[_Failure]) -> None:
         if failures:
             shutil.rmtree(self._temporary, ignore_errors=True)
-        self._store.set(self._outcome, json.dumps(failures))
+        self._store.set(self._outcome, messages.encode(failures))
 
     def _commit(self, files: dict[str, dict[str, Any]]) -> None:
         folder = self.path.parent

@@ -12,7 +12,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cdrmix.code_caches import check_code_caches
 from cdrmix.config.schema import Config
-from cdrmix.errors import CdrmixError, ConfigError
+from cdrmix.errors import ConfigError
 from cdrmix.kernels.common.products import multiplies_on_one_thread, set_num_threads
 from cdrmix.runtime import be_deterministic, check_cpu, check_gpu, device_type, keep_freed_memory, threads
 from cdrmix.training import messages
@@ -130,7 +130,7 @@ class DistributedContext:
         keys = [f"item {turn} of {rank}" for rank in range(self.size)]
         store.set(keys[self.rank], messages.encode(item))
         wait_for_all(store, keys, self.rank, what)
-        items = [_message(store.get(key), rank, what) for rank, key in enumerate(keys)]
+        items = [messages.read(store.get(key), f"process {rank}", what) for rank, key in enumerate(keys)]
         readers = [f"reader {turn} is {rank}" for rank in range(self.size)]
         store.set(readers[self.rank], "")
         if self.rank == 0:  # it may hold the store, so it waits until all have read
@@ -138,13 +138,6 @@ class DistributedContext:
             for key in (*keys, *readers):
                 store.delete_key(key)
         return items
-
-
-def _message(text: bytes, rank: int, what: str) -> Any:
-    try:
-        return messages.decode(text)
-    except ValueError as error:
-        raise CdrmixError(f"process {rank} said of {what} what cannot be read: {error}") from error
 
 
 def join(config: Config) -> DistributedContext:

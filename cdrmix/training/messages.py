@@ -37,6 +37,14 @@ def decode(message: str | bytes) -> Any:
         raise ValueError(f"it is no message of this package: {error}") from error
 
 
+def read(message: bytes, who: str, what: str) -> Any:
+    """The item of a message. who, what: whose message it is, and about what. Raises CdrmixError if it is damaged."""
+    try:
+        return decode(message)
+    except ValueError as error:
+        raise CdrmixError(f"{who} said of {what} what cannot be read: {error}") from error
+
+
 def _tagged(item: object) -> Any:
     if isinstance(item, PLAIN):
         return ["plain", item]

@@ -144,6 +144,37 @@ def test_an_error_of_the_training_does_not_lose_the_checkpoint(
     verify_checkpoint(list_checkpoints(folder.checkpoints)[0])
 
 
+def test_what_a_stranger_says_of_a_checkpoint_ends_it_with_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, which are threads here. What the second has written is replaced in the store."""
+    store = dist.HashStore()
+    for module in (distributed, checkpoint_writer):
+        monkeypatch.setattr(module, "rendezvous_store", lambda rank, size: store)
+    written = CheckpointWriter._write
+    monkeypatch.setattr(
+        CheckpointWriter,
+        "_write",
+        lambda self: written(self) if self._world.rank == 0 else store.set(self._parts[1], "x"),
+    )
+
+    def write(rank: int) -> str:
+        world = DistributedContext(rank, 2, rank, torch.device("cpu"))
+        text = Contents({}, {f"rng-rank{rank}.json": "{}"})
+        try:
+            CheckpointWriter(world, tmp_path, text, step=3, periodic=True, best=False).finish()
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(write, range(2)))
+    for message in said:
+        assert "process 1 said of its files of" in message
+        assert "what cannot be read" in message
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_process_that_is_gone_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, which are threads here. The second never writes."""
     store = dist.HashStore()
