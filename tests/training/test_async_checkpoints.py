@@ -18,7 +18,7 @@ from torch import Tensor
 import cdrmix
 from cdrmix.config.schema import Config
 from cdrmix.data.shards import ShardSet
-from cdrmix.errors import DiskFullError
+from cdrmix.errors import CheckpointError, DiskFullError
 from cdrmix.inference.checkpoints import list_checkpoints, verify_checkpoint
 from cdrmix.run_folder import RunFolder
 from cdrmix.training import checkpoint_writer, distributed
@@ -152,11 +152,14 @@ def test_what_a_stranger_says_of_a_checkpoint_ends_it_with_a_message(
     for module in (distributed, checkpoint_writer):
         monkeypatch.setattr(module, "rendezvous_store", lambda rank, size: store)
     written = CheckpointWriter._write
-    monkeypatch.setattr(
-        CheckpointWriter,
-        "_write",
-        lambda self: written(self) if self._world.rank == 0 else store.set(self._parts[1], "x"),
-    )
+
+    def write_or_lie(writer: CheckpointWriter) -> None:
+        if writer._world.rank == 0:
+            written(writer)
+        else:
+            store.set(writer._parts[1], "x")
+
+    monkeypatch.setattr(CheckpointWriter, "_write", write_or_lie)
 
     def write(rank: int) -> str:
         world = DistributedContext(rank, 2, rank, torch.device("cpu"))
