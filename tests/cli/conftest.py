@@ -115,7 +115,7 @@ def arguments(toy_text: Path, workspace: Path) -> Callable[..., list[str]]:
     return partial(toy_arguments, toy_text, workspace)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny() -> Path:
     """The configuration that the small ones share."""
     return TINY
