@@ -1,4 +1,4 @@
-# make install | train | test | test-ci | test-all | test-time | storm | mutations | lint | format | docs | fuzz | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
+# make install | train | test | test-ci | test-all | test-time | storm | mutations | lint | format | docs | fuzz | fuzz-inputs | gpu-wheels | clean: each does everything it needs from nothing, and is quick the second time.
 
 PYTHON ?= python3
 CONFIG ?= configs/cdrmix-core-tiny.yaml
@@ -17,10 +17,14 @@ INSTALLED := .venv/.installed
 UNFINISHED := .venv/.unfinished
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
+# Of fuzz-inputs.
+CASES ?= 20000
+
 # Kills of running trainings, each followed by a resume.
 STORMS ?= 60
 
-.PHONY: help install train test test-ci test-all test-time gate storm mutations lint format docs fuzz gpu-wheels clean
+.PHONY: help install train test test-ci test-all test-time gate storm mutations lint format docs fuzz fuzz-inputs \
+    gpu-wheels clean
 
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
@@ -34,6 +38,7 @@ help:
 	@echo 'make lint      ruff and mypy alone;  make format  rewrites what ruff can;  make clean  forgets .venv and builds'
 	@echo 'make docs      the documentation as a web site in build/docs, which needs no network'
 	@echo 'make gpu-wheels  what a bare GPU machine lacks for benchmarks/gpu.sh, in .whl: at most 64 MiB'
+	@echo 'make fuzz-inputs  commands on CASES ($(CASES)) damaged inputs, from number SEED (0) on'
 	@echo 'make fuzz      the C++ of csrc/ against any input, under sanitizers, SECONDS ($(SECONDS)) for each target'
 
 install: $(INSTALLED)
@@ -109,6 +114,9 @@ gate: install
 
 storm: install
 	CDRMIX_STORMS=$(STORMS) $(PYTEST) tests/cli/test_storm.py
+
+fuzz-inputs: install
+	CDRMIX_FUZZ_CASES=$(CASES) CDRMIX_FUZZ_SEED=$(or $(SEED),0) $(PYTEST) tests/cli/test_mutated_inputs.py
 
 mutations: install
 	$(BIN)/python tests/mutations/run.py

@@ -56,7 +56,7 @@ def backend(x: Tensor) -> str:
     """
     forced = os.environ.get("CDRMIX_BACKEND", "")
     if forced and forced not in BACKENDS:
-        raise ValueError(
+        raise ConfigError(
             f"CDRMIX_BACKEND={forced!r} in the environment: choose one of {', '.join(BACKENDS)}, or unset it"
         )
     if x.dtype == torch.float64:

@@ -95,6 +95,7 @@ def run(case: Case, capfd: pytest.CaptureFixture[str]) -> str:
     return ""
 
 
+@pytest.mark.filterwarnings("default::cdrmix.errors.CdrmixWarning")  # as on the command line
 @pytest.mark.parametrize("block", range(SEED // BLOCK, (SEED + CASES) // BLOCK))
 def test_a_damaged_input_ends_with_a_message(
     good: Good, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, block: int
