@@ -93,6 +93,29 @@ CHATS = Rows(
     ],
     ("jsonl", "jsonl.gz", "jsonl.zst", "parquet"),
 )
+JSON_LINES_AND_PARQUET = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
+CALLS = Rows(
+    "chat",
+    {"template": "chatml"},
+    [
+        {
+            "conversations": [
+                {"from": "human", "value": f"Add {n} and 1."},
+                {"from": "gpt", "value": f"{n + 1}", "weight": n % 2},
+            ],
+            "tools": [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}],
+        }
+        for n in range(8)
+    ],
+    JSON_LINES_AND_PARQUET,
+)
+PREFERENCES = Rows(
+    "preferences",
+    {"template": "chatml"},
+    [{"prompt": f"What is {n} and 1?", "chosen": f"It is {n + 1}.", "rejected": f"It is {n}."} for n in range(8)],
+    JSON_LINES_AND_PARQUET,
+)
+ALL_ROWS = (TEXTS, CHATS, CALLS, PREFERENCES)
 
 
 @dataclass
@@ -228,9 +251,32 @@ def prepare(good: Good, rows: Rows, container: str, folder: Path, content: bytes
     ]
 
 
+HTML = """<html><head><meta charset="{charset}"><title>A page</title></head>
+<body><main><p>{text}</p></main></body></html>"""
+
+
+def of_documents(rng: random.Random, folder: Path, good: Good) -> Case:
+    """Files that are a document each, one or all of them with damaged bytes, in folders and under odd names."""
+    kind = rng.choice(("text", "html"))
+    source = folder / "in"
+    for number in range(6):
+        text = f"The number {number} has a text of its own, of {number * 7} letters and more."
+        if kind == "html":
+            text = HTML.format(charset=rng.choice(("utf-8", "latin-1", "x")), text=text)
+        content = text.encode()
+        name = f"{number}.{'html' if kind == 'html' else 'txt'}"
+        path = source / rng.choice(("", "a", "a/b", "ü", "a b")) / (rng.choice(("x ", "", "-", "ü")) + name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(damaged(rng, content) if rng.random() < 0.3 else content)
+    keys = {"kind": kind, "paths": [str(source)]}
+    arguments = [f"data.source.{key}={json.dumps(value)}" for key, value in keys.items()]
+    command = ["data", "prepare", "--config", str(good.config), *good.overrides, *arguments]
+    return Case(f"{kind}", [[*command, f"data.cache={folder / 'cache'}", f"run.root={folder / 'runs'}"]], source)
+
+
 def of_rows(rng: random.Random, folder: Path, good: Good) -> Case:
     """Rows with odd values in them, in one container and in another."""
-    rows = rng.choice((TEXTS, CHATS))
+    rows = rng.choice(ALL_ROWS)
     changed: list[Any] = list(rows.rows)
     for _ in range(rng.choice((1, 2, 8))):
         number = rng.randrange(len(changed))
@@ -247,7 +293,7 @@ def of_rows(rng: random.Random, folder: Path, good: Good) -> Case:
 
 def of_files(rng: random.Random, folder: Path, good: Good) -> Case:
     """A file of rows with damaged bytes."""
-    rows = rng.choice((TEXTS, CHATS))
+    rows = rng.choice(ALL_ROWS)
     container = rng.choice(rows.containers)
     content = written(rows.rows, container)
     assert content is not None
@@ -318,7 +364,7 @@ def of_environments(rng: random.Random, folder: Path, good: Good) -> Case:
 
 
 # Of a hundred cases in turn: commands that take a tenth of a second are rarer than those that take a hundredth.
-KINDS: tuple[Make, ...] = (of_rows, of_files, of_runs, of_environments, *[of_configurations] * 6)
+KINDS: tuple[Make, ...] = (of_rows, of_files, of_documents, of_runs, of_environments, *[of_configurations] * 5)
 
 
 def make(seed: int, folder: Path, good: Good) -> Case:
