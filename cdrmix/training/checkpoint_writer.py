@@ -96,7 +96,8 @@ class CheckpointWriter:
         except TimeoutError:
             self._abandoned.set()
             raise CheckpointError(f"{self._temporary} was not written in {limit:.0f} s: its disk hangs") from None
-        if not wait_until(lambda: self._store.check([self._outcome]), limit, lambda: f"the commit of {self.path}"):
+        what = f"the commit of {self.path}" if self._world.rank == 1 else ""  # one of them says it
+        if not wait_until(lambda: self._store.check([self._outcome]), limit, lambda: what):
             raise CheckpointError(f"{self.path} was not committed in {limit:.0f} s: the first process hangs")
         said = messages.read(self._store.get(self._outcome), "process 0", f"the commit of {self.path}")
         failures = [_Failure(*each) for each in said]

@@ -18,7 +18,7 @@ NURSERY = """
 import json, os, random, signal, sys, time
 import deepspeed
 import cdrmix.ladder.runner
-from in_process import main
+from cdrmix.cli import main
 
 file, root, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
 

@@ -227,6 +227,7 @@ HOSTILE = [
     b'["path", 3]',
     b'["error", ["CdrmixError", "x", "y"]]',
     b'["error", ["annotations", "x"]]',
+    b'["error", ["CdrmixWarning", "x"]]',
     b'["error", ["__builtins__", "x"]]',
     b'["tensor", "AAAA"]',
     b'["tensor", "%"]',
