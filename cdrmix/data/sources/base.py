@@ -219,3 +219,12 @@ def missing_column(wanted: str, where: str, columns: list[str]) -> CorpusError:
         f"data.source.text_field: no column {wanted!r} in {where}; its columns are: "
         f"{escape_unprintable(', '.join(columns)) or '(none)'}"
     )
+
+
+def check_once(wanted: str, where: str, columns: list[str]) -> None:
+    """Raises CorpusError if a table has two columns of a name that is needed."""
+    if columns.count(wanted) > 1:
+        raise CorpusError(
+            f"data.source: {where} has {columns.count(wanted)} columns {wanted!r}, and nothing tells which one is "
+            "meant; rename or remove one"
+        )

@@ -4,8 +4,8 @@
     conversations  {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}  (ShareGPT)
     alpaca         {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [[...], ...]}
 
-    preferences    {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or messages; chosen and rejected may begin
-                   with the prompt, and without a prompt they are whole conversations, as messages or as
+    preferences    {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or messages; chosen and rejected may
+                   begin with the prompt; without a prompt they are whole conversations, as messages or as
                    "\\n\\nHuman: ...\\n\\nAssistant: ..."
 
 Other fields of a message, such as tool_calls, are kept for the template.
@@ -30,6 +30,7 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response", "ipython"), "tool"),
 }
 DIALOGUE = re.compile(r"\s*(Human|User):")  # the beginning of a dialogue in one text
+ALPACA = ("instruction", "input", "output", "history")  # fields of this format
 LISTS = ("messages", "conversations")  # names of the field with the turns, in the order in which they are looked for
 
 

@@ -1,0 +1,258 @@
+"""The same rows in every container, JSON lines, compressed, Parquet, CSV and streamed, give the same documents."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import decimal
+import gzip
+import io
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import zstandard
+from pydantic import TypeAdapter
+
+from cdrmix.config import schema_data as schema
+from cdrmix.data.sources import files, make_source
+from cdrmix.data.sources.base import BadRecords
+from cdrmix.errors import CorpusError
+
+ADAPTER: TypeAdapter[schema.Source] = TypeAdapter(schema.Source)
+Row = dict[str, Any]
+
+
+def lines(rows: list[Row]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def parquet(rows: list[Row], **options: Any) -> bytes:
+    """Columns whose structs have the fields of all rows, as every writer makes them."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    stream = io.BytesIO()
+    table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
+    pyarrow.parquet.write_table(table, stream, **options)
+    return stream.getvalue()
+
+
+def comma_separated(rows: list[Row]) -> bytes:
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue().encode()
+
+
+CONTAINERS: dict[str, Callable[[list[Row]], bytes]] = {
+    "rows.jsonl": lines,
+    "rows.jsonl.gz": lambda rows: gzip.compress(lines(rows), 1),
+    "rows.jsonl.zst": lambda rows: zstandard.ZstdCompressor().compress(lines(rows)),
+    "rows.parquet": parquet,
+    "plain.parquet": lambda rows: parquet(rows, use_dictionary=False, row_group_size=2),
+    "rows.csv": comma_separated,
+}
+
+
+def read(folder: Path, name: str, rows: list[Row], kind: str) -> tuple[list[Any], list[str]]:
+    """Text and metadata of the documents of rows in a container, and the reasons of bad records.
+
+    A conversation is compared as values, because the order of the fields is lost in a struct.
+    """
+    path = folder / name
+    path.write_bytes(CONTAINERS[name](rows))
+    section = {"kind": kind, "paths": [str(path)]}
+    if kind in ("jsonl", "csv", "parquet"):
+        section["text_field"] = "body"
+    bad = BadRecords(1000, say=lambda line: None)
+    parsed = json.loads if kind in ("chat", "preferences") else str
+    found = [(parsed(one.text), one.metadata) for one in make_source(ADAPTER.validate_python(section)).documents(bad)]
+    return found, [reason.partition(": ")[2] for reason in bad.shown]
+
+
+class Draw:
+    """Rows at random. The name of a field tells its type, because a column has one type.
+
+    An object has some of the fields, and none that is null: that could not be told from what a schema adds. `number` is
+    in every object, because a struct without fields cannot be stored.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def text(self) -> str:
+        return "".join(
+            self.random.choices(["a", " ", "é", "東", '"', "\n", "x, y", "\0", "🙂"], k=self.random.randrange(5))
+        )
+
+    def some(self, always: Row, fields: dict[str, Callable[[], Any]]) -> Row:
+        return always | {name: make() for name, make in fields.items() if self.random.random() < 0.5}
+
+    def scalars(self) -> Row:
+        fields = {"text": self.text, "share": self.random.random, "flag": lambda: self.random.random() < 0.5}
+        return self.some({"number": self.random.randrange(9)}, fields)
+
+    def nested(self, depth: int = 2) -> Row:
+        fields: dict[str, Callable[[], Any]] = {
+            "numbers": lambda: self.random.choices([None, 1, 2], k=self.random.randrange(3)),
+            "object": lambda: self.nested(depth - 1),
+            "objects": lambda: [self.nested(depth - 1) if depth else None for _ in range(self.random.randrange(3))],
+        }
+        return self.scalars() | (self.some({}, fields) if depth else {})
+
+    def chat(self) -> Row:
+        question = self.some({"role": "user", "content": self.text()}, {"name": self.text})
+        answer = self.some({"role": "assistant", "content": self.text()}, {"tool_calls": lambda: [self.nested()]})
+        fields: dict[str, Callable[[], Any]] = {
+            "tools": lambda: [self.nested(), self.nested()],
+            "system": self.text,
+            "extra": self.nested,
+        }
+        return self.some({"messages": [question, answer]}, fields)
+
+    def pair(self) -> Row:
+        chosen, rejected = ({"role": "assistant", "content": self.text(), "object": self.nested()} for _ in range(2))
+        return self.some({"prompt": self.text() + "?", "chosen": [chosen], "rejected": [rejected]}, {"id": self.text})
+
+    def document(self) -> Row:
+        objects = {"object": self.scalars, "outer": lambda: {"number": 1, "inner": self.scalars()}}
+        return self.some({"body": self.text(), **self.scalars()}, objects)
+
+
+@pytest.mark.parametrize("kind", ["chat", "preferences"])
+def test_conversations(kind: str, tmp_path: Path) -> None:
+    for seed in range(20):
+        draw = Draw(seed)
+        rows = [draw.chat() if kind == "chat" else draw.pair() for _ in range(4)]
+        expected = read(tmp_path, "rows.jsonl", rows, kind)
+        assert len(expected[0]) == len(rows)
+        for name in ("rows.jsonl.gz", "rows.jsonl.zst", "rows.parquet", "plain.parquet"):
+            assert read(tmp_path, name, rows, kind) == expected, (name, seed)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.zst", "rows.parquet", "plain.parquet"])
+def test_texts(name: str, tmp_path: Path) -> None:
+    for seed in range(20):
+        draw = Draw(seed)
+        rows = [draw.document() for _ in range(4)]
+        expected = read(tmp_path, "rows.jsonl", rows, "jsonl")
+        assert [text for text, _ in expected[0]] == [row["body"] for row in rows]
+        assert read(tmp_path, name, rows, name.split(".")[1]) == expected, seed
+
+
+def test_comma_separated_texts(tmp_path: Path) -> None:
+    draw = Draw(1)
+    rows = [{"body": draw.text(), "title": draw.text(), "id": str(number)} for number in range(50)]
+    assert read(tmp_path, "rows.csv", rows, "csv") == read(tmp_path, "rows.jsonl", rows, "jsonl")
+
+
+def read_parquet(
+    path: Path, table: pa.Table, kind: str = "chat", written: Row | None = None, **options: Any
+) -> tuple[list[Any], BadRecords]:
+    """The documents of a table, written with options, and the bad records."""
+    pyarrow.parquet.write_table(table, path, **(written or {}))
+    bad = BadRecords(1000, say=lambda line: None)
+    section = ADAPTER.validate_python({"kind": kind, "paths": [str(path)]})
+    return list(make_source(section, **options).documents(bad)), bad
+
+
+TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+
+
+def test_values_without_a_form_in_json(tmp_path: Path) -> None:
+    """Dates have their text; a map is an object with the fields of its row; binary data are left out."""
+    when = datetime.datetime(2024, 5, 6, 7, 8, 9)
+    turn = pa.struct({"role": pa.string(), "content": pa.string(), "at": pa.timestamp("us"), "of": pa.decimal128(3, 1)})
+    row = [turns | {"at": when, "of": decimal.Decimal("1.5")} for turns in TURNS]
+    table = pa.table(
+        {
+            "messages": pa.array([row], pa.list_(turn)),
+            "day": pa.array([when.date()]),
+            "labels": pa.array([[("a", "b"), ("c", None)]], pa.map_(pa.string(), pa.string())),
+            "page": pa.array([b"\xff"]),
+            "images": pa.array([[{"bytes": b"\xff", "path": "x"}]]),
+        }
+    )
+    (found,), bad = read_parquet(tmp_path / "a.parquet", table)
+    assert bad.count == 0
+    expected = [{**message, "at": "2024-05-06T07:08:09", "of": 1.5} for message in TURNS]
+    assert json.loads(found.text)["messages"] == expected
+    assert found.metadata == {"day": "2024-05-06", "labels": {"a": "b", "c": None}}
+
+
+def test_an_image_among_the_turns_is_a_bad_record(tmp_path: Path) -> None:
+    parts = [{"type": "image", "text": None, "image": {"bytes": b"\xff"}}, {"type": "text", "text": "what?"}]
+    table = pa.table({"messages": pa.array([[{"role": "user", "content": parts}]])})
+    found, bad = read_parquet(tmp_path / "a.parquet", table)
+    assert found == []
+    assert bad.shown == [f"{tmp_path}/a.parquet:1: turn 1 has a part that is not text; only text can be trained on"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("parquet", "text"), ("chat", "messages"), ("csv", "text")])
+def test_two_columns_of_the_name_that_is_needed(kind: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{kind.replace('chat', 'parquet')}"
+    if kind == "csv":
+        path.write_text("text,id,text\na,1,b\n")
+    else:
+        columns = [pa.array(["a"]), pa.array([1]), pa.array(["b"])]
+        pyarrow.parquet.write_table(pa.Table.from_arrays(columns, [name, "id", name]), path)
+    with pytest.raises(CorpusError, match=rf"{path} has 2 columns '{name}'.*rename or remove one"):
+        list(make_source(ADAPTER.validate_python({"kind": kind, "paths": [str(path)]})).documents(BadRecords(0, print)))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "chat"])
+def test_of_two_other_columns_of_one_name_the_last_is_taken(kind: str, tmp_path: Path) -> None:
+    """As of two fields of a JSON object."""
+    columns = [pa.array(["T"]), pa.array([TURNS]), pa.array(["first"]), pa.array(["second"])]
+    table = pa.Table.from_arrays(columns, ["text", "messages", "id", "id"])
+    (found,), _ = read_parquet(tmp_path / "a.parquet", table, kind)
+    assert found.metadata["id"] == "second"
+
+
+def bomb(kind: str, value: str, rows: int) -> pa.Table:
+    """A table of one long value, as numbers of a dictionary."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([value]))
+    if kind == "parquet":
+        return pa.table({"text": column})
+    message = pa.StructArray.from_arrays([pa.array(["user"] * rows), column], names=["role", "content"])
+    return pa.table({"messages": pa.ListArray.from_arrays(pa.array(range(rows + 1), pa.int32()), message)})
+
+
+@pytest.mark.parametrize("kind", ["parquet", "chat"])
+@pytest.mark.parametrize(("length", "rows", "max_expansion"), [(2**22, 800, 1000), (100, 50_000, 1), (0, 20_000, 1)])
+def test_what_a_parquet_file_expands_to_is_bounded(
+    kind: str, length: int, rows: int, max_expansion: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gigabytes of one value, or rows without end, in a few kilobytes."""
+    if length < 2**20:
+        monkeypatch.setattr(files, "MIN_EXPANSION_LIMIT", 2**16)
+    pool = pa.proxy_memory_pool(pa.default_memory_pool())
+    table = bomb(kind, "x" * length, rows)
+    earlier = pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    try:
+        found, bad = read_parquet(tmp_path / "a.parquet", table, kind, max_expansion=max_expansion)
+    finally:
+        pa.set_memory_pool(earlier)
+    limit = files.expansion_limit(tmp_path / "a.parquet", max_expansion)
+    assert limit < 2**28
+    assert bad.shown[-1].endswith(f"raise data.max_expansion={max_expansion}")
+    assert f"it expands to more than {max_expansion} times its size" in bad.shown[-1]
+    assert len(found) <= min(rows // 2, limit // max(length, 1))
+    assert pool.max_memory() < 2**28
+
+
+def test_a_page_that_expands_too_far_is_not_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MIN_EXPANSION_LIMIT", 2**16)
+    table = pa.table({"text": ["x" * 2**16] * 65})
+    options = {"use_dictionary": False, "compression": "zstd"}
+    found, bad = read_parquet(tmp_path / "a.parquet", table, "parquet", options, max_expansion=100)
+    assert found == []
+    assert "it expands to more than 100 times its size" in bad.shown[0]
+    found, bad = read_parquet(tmp_path / "a.parquet", table, "parquet", options, max_expansion=10**4)
+    assert (len(found), bad.count) == (65, 0)
