@@ -126,7 +126,7 @@ class Draw:
 
 @pytest.mark.parametrize("kind", ["chat", "preferences"])
 def test_conversations(kind: str, tmp_path: Path) -> None:
-    for seed in range(20):
+    for seed in range(8):
         draw = Draw(seed)
         rows = [draw.chat() if kind == "chat" else draw.pair() for _ in range(4)]
         expected = read(tmp_path, "rows.jsonl", rows, kind)
@@ -149,6 +149,18 @@ def test_comma_separated_texts(tmp_path: Path) -> None:
     draw = Draw(1)
     rows = [{"body": draw.text(), "title": draw.text(), "id": str(number)} for number in range(50)]
     assert read(tmp_path, "rows.csv", rows, "csv") == read(tmp_path, "rows.jsonl", rows, "jsonl")
+
+
+def test_a_text_is_not_cut_at_a_comma_without_quotes(tmp_path: Path) -> None:
+    """Nothing tells which of the cells are one text, also where the last one is empty."""
+    path = tmp_path / "a.csv"
+    path.write_text('id,body\n1,one, and more\n2,"two, and more"\n3,three,\n4,four\n')
+    bad = BadRecords(10, say=lambda line: None)
+    section = ADAPTER.validate_python({"kind": "csv", "paths": [str(path)], "text_field": "body"})
+    found = [document.text for document in make_source(section).documents(bad)]
+    assert found == ["two, and more", "four"]
+    reason = "has 3 columns, and the header has 2; a text with a comma must be in quotes"
+    assert bad.shown == [f"{path}:{line}: {reason}" for line in (2, 4)]
 
 
 def read_parquet(

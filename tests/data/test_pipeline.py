@@ -293,6 +293,63 @@ def test_no_personal_data_in_the_report(make_config: Any, tmp_path: Path) -> Non
     assert set(kept) < set(scored)
 
 
+MAIL = "jane.roe@example.org"
+NESTED: dict[str, Any] = {
+    "mapping": {"author": {"mail": MAIL}, "url": f"https://e.com/u?mail={MAIL}"},
+    "list": [MAIL, [MAIL]],
+    "escaped": ["a\n" + MAIL, f'"{MAIL}"', f"é{MAIL}é"],
+    "names": {MAIL: 1},
+    f"by {MAIL}": 2,
+    "surrogate": "caf\ud83d",
+    "surrogates": [{"\ud83d": "caf\ud83d " + MAIL}],
+    "url": "https://e.com/\ud83d",
+}
+
+
+@pytest.mark.parametrize("kinds", [[], ["email"]])
+def test_every_string_of_the_metadata_is_scrubbed_and_can_be_written(
+    kinds: list[str], make_config: Any, tmp_path: Path
+) -> None:
+    deep: Any = MAIL
+    for _ in range(800):
+        deep = [deep]
+    records: list[dict[str, Any]] = [{"text": f"text {number}"} | NESTED | {"deep": deep} for number in range(4)]
+    source = write(tmp_path / "a.jsonl", records)
+    shards = prepare(make_config(source, pii={"kinds": kinds}, dedup={"url": False}), say=quiet)
+    rows = pyarrow.parquet.read_table(shards.path / "report" / "documents.parquet").to_pylist()
+    assert len(rows) == 4
+    for row in rows:
+        # lists and mappings are JSON in JSON
+        found = {
+            name: json.loads(value) if str(value)[0] in "[{" else value
+            for name, value in json.loads(row["meta"]).items()
+        }
+        expected = json.dumps(NESTED).replace("\\ud83d", "\\ufffd")
+        assert found == json.loads(expected.replace(MAIL, "<EMAIL>") if kinds else expected)
+
+
+def test_no_part_of_an_address_is_in_an_excerpt_or_a_reason(make_config: Any, tmp_path: Path) -> None:
+    """An excerpt ends inside of an address or a key, and a record is bad because of a role that is an address."""
+    key = "-----BEGIN PRIVATE KEY-----\n" + "MIIEvQ" * 100 + "\n-----END PRIVATE KEY-----"
+    texts = [
+        "x" * 380 + f" jane.roe@{'very-' * 9}long-example.org",
+        key,
+        *(f"text {number} " * 200 for number in range(9)),
+    ]
+    data = {"pii": {"kinds": ["email", "secret"]}, "filters": {"rules": ["length"], "bounds": {"length": 1000}}}
+    chats = [{"messages": [{"role": MAIL, "content": "a"}]}]
+    domains = {
+        "text": {"source": write(tmp_path / "a.jsonl", ({"text": text} for text in texts))},
+        "chat": {"source": write(tmp_path / "b.jsonl", chats) | {"kind": "chat", "template": "chatml"}},
+    }
+    shards = prepare(make_config(None, domains=domains, dedup={"near_duplicates": False}, **data), say=quiet)
+    assert shards.report["filtered"] == {"length": 2}
+    report = (shards.path / "report" / "report.json").read_text()
+    assert "has the role '<EMAIL>'" in report
+    for part in ("jane", "MIIEvQ", "roe@"):
+        assert part not in report
+
+
 def test_a_crowd_of_look_alikes_is_one(make_config: Any, tmp_path: Path) -> None:
     """More of them than documents of a bucket that all others are compared with."""
     draw = random.Random(9)
