@@ -339,6 +339,52 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     assert bad.shown == [f"{tmp_path}/a.txt: line 2: invalid UTF-8 (byte 0xe9 at offset 10)"]
 
 
+PAGE = "<html><head>{}<title>T</title></head><body><p>Übergröße ist schön: {}</p></body></html>"
+META = '<meta charset="{}">'
+HTTP = "<META HTTP-EQUIV='Content-Type' CONTENT='text/html; charset={}'>"
+
+
+@pytest.mark.parametrize(
+    ("head", "encoding", "extra"),
+    [
+        ("", "utf-8", "東"),
+        ("", "utf-8-sig", "東"),
+        ("", "utf-16", "東"),
+        (META.format("ISO-8859-1"), "cp1252", "“x”"),
+        (META.format("iso-8859-1"), "utf-8", "東"),  # what it declares is wrong
+        (HTTP.format("windows-1250"), "cp1250", "ő"),
+        ("<!-- " + META.format("koi8-r") + " -->" + HTTP.format("iso-8859-15"), "iso8859-15", "€"),
+        ("<?xml version='1.0' encoding='gb2312'?>", "gb18030", "中文"),
+        (META.format("iso-2022-jp"), "iso2022_jp_2", "東京"),
+    ],
+)
+def test_the_encoding_of_a_page(head: str, encoding: str, extra: str, tmp_path: Path) -> None:
+    page = PAGE.format(head, extra)
+    if encoding in ("iso2022_jp_2", "gb18030"):
+        page = page.replace("Übergröße ist schön", "東京")
+    (tmp_path / "a.html").write_bytes(page.encode(encoding))
+    (document,), bad = read({"kind": "html", "paths": [str(tmp_path)]})
+    assert (document.text, bad.count) == (page, 0)
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "reason"),
+    [
+        ("", b"\xe9", "line 1: invalid UTF-8 (byte 0xe9 at offset 84), and it declares no other encoding"),
+        (META.format("utf-8"), b"\xe9", "it declares 'utf-8'"),
+        (META.format("no-such-name"), b"\xe9", "it declares 'no-such-name'"),
+        (META.format("rot13"), b"\xe9", "it declares 'rot13'"),
+        (META.format("shift_jis"), b"\xff\xff", "is not in the encoding that it declares, 'shift_jis'"),
+    ],
+)
+def test_a_page_in_no_encoding_that_it_declares(head: str, body: bytes, reason: str, tmp_path: Path) -> None:
+    page = PAGE.replace("Übergröße ist schön: {}", "BODY").format(head).encode().replace(b"BODY", b"a " * 20 + body)
+    (tmp_path / "a.html").write_bytes(page)
+    documents, bad = read({"kind": "html", "paths": [str(tmp_path)]})
+    assert documents == []
+    assert reason in bad.shown[0]
+
+
 def test_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = {
         "a.py": b"x = '\xc3\xa9'\r\n",
