@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import datetime
 import decimal
 import gzip
+import hashlib
 import io
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -143,6 +146,146 @@ def test_texts(name: str, tmp_path: Path) -> None:
         expected = read(tmp_path, "rows.jsonl", rows, "jsonl")
         assert [text for text, _ in expected[0]] == [row["body"] for row in rows]
         assert read(tmp_path, name, rows, name.split(".")[1]) == expected, seed
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.zst", "rows.parquet", "rows.csv"])
+def test_texts_of_a_streamed_dataset(name: str, tmp_path: Path) -> None:
+    draw = Draw(2)
+    rows = [{"body": draw.text(), "id": f"n{n}"} if name == "rows.csv" else draw.document() for n in range(20)]
+    expected = read(tmp_path, "rows.jsonl", rows, "jsonl")
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / name).write_bytes(CONTAINERS[name](rows))
+    assert streamed(tmp_path / "dataset", "body") == expected
+
+
+def streamed(folder: Path, text_field: str = "text") -> tuple[list[Any], list[str]]:
+    """Text and metadata of the documents of a dataset, and its bad records without their numbers."""
+    bad = BadRecords(1000, say=lambda line: None)
+    section = ADAPTER.validate_python({"kind": "huggingface", "name": str(folder), "text_field": text_field})
+    found = [(one.text, one.metadata) for one in make_source(section).documents(bad)]
+    return found, [reason.partition(": ")[2] for reason in bad.shown]
+
+
+def text_rows(name: str, count: int = 3, **more: Any) -> list[Row]:
+    return [{"text": f"{name} {number}", **more} for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [({"url": None}, {"url": "u"}), ({}, {"extra": {"a": 1}}), ({"id": 1}, {"id": "x"})]
+)
+def test_columns_that_are_not_needed_may_differ(first: Row, second: Row, tmp_path: Path) -> None:
+    rows = {"a": text_rows("a", **first), "b": text_rows("b", **second)}
+    for name, file in rows.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(lines(file))
+    found, bad = streamed(tmp_path)
+    assert [{"text": text, **metadata} for text, metadata in found] == rows["a"] + rows["b"]
+    assert bad == []
+
+
+def damaged_containers() -> dict[str, tuple[bytes, str]]:
+    texts = lines([{"text": hashlib.shake_256(b"%d" % number).hexdigest(99)} for number in range(3000)])
+    page = parquet(text_rows("b", 3000))
+    squeezed = {"gz": gzip.compress(texts), "zst": zstandard.ZstdCompressor(write_checksum=True).compress(texts)}
+    found = {f"b.jsonl.{name}": (data[: len(data) // 2], "file is damaged") for name, data in squeezed.items()}
+    altered = bytearray(squeezed["gz"])
+    altered[5000:5050] = bytes(50)
+    return found | {
+        "b1.jsonl.gz": (bytes(altered), "the compressed file is damaged"),
+        "b2.jsonl.gz": (texts, "the compressed file is damaged"),
+        "b.parquet": (page[:999] + bytes(99) + page[1098:], "is not readable Parquet"),
+        "b1.parquet": (page[:99], "is not readable Parquet"),
+        "b.jsonl": (lines(text_rows("b")) + b"{\n", "b.jsonl:4: is not JSON"),
+        "b1.jsonl": (b'{"text": 3}\n', "b1.jsonl:1: field 'text' is not a string"),
+        "b.csv": (b"id,text\n1,a, b\n", "b.csv:2: has 3 columns"),
+    }
+
+
+@pytest.mark.parametrize(("name", "damage"), damaged_containers().items())
+def test_a_bad_file_is_named_and_the_next_one_is_read(
+    name: str, damage: tuple[bytes, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = {"jsonl": lines, "parquet": parquet, "csv": comma_separated}[name.split(".")[1]]
+    for other in "ac":
+        (tmp_path / name.replace("b", other)).write_bytes(write(text_rows(other)))
+    if name.endswith((".gz", ".zst")):
+        for other in "ac":
+            packed = gzip.compress if name.endswith("gz") else zstandard.ZstdCompressor().compress
+            (tmp_path / name.replace("b", other)).write_bytes(packed(write(text_rows(other))))
+    (tmp_path / name).write_bytes(damage[0])
+    found, bad = streamed(tmp_path)
+    texts = [text for text, _ in found]
+    expected = [row["text"] for row in text_rows("a") + text_rows("c")]
+    assert [text for text in texts if text in expected] == expected
+    assert bad
+    assert f"{tmp_path}/{name}" in bad[0]
+    assert damage[1] in bad[0]
+
+
+def test_images_that_nobody_asked_for_are_not_read(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"text": f"text {number}", "image": {"bytes": b"no image", "path": "a.png"}} for number in range(3)]
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    table = pa.Table.from_pylist(rows).replace_schema_metadata(features.arrow_schema.metadata)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert streamed(tmp_path) == ([(row["text"], {}) for row in rows], [])
+
+
+def test_files_of_other_formats(tmp_path: Path) -> None:
+    """They are read by datasets. A bad one ends the preparation with a sentence."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("one\ntwo\n")
+    assert streamed(folder) == ([("one", {}), ("two", {})], [])
+    folder = tmp_path / "json"
+    folder.mkdir()
+    (folder / "a.json").write_text(json.dumps(text_rows("a")))
+    assert [text for text, _ in streamed(folder)[0]] == ["a 0", "a 1", "a 2"]
+    (folder / "b.json").write_text("[{")
+    with pytest.raises(CorpusError, match=r"cannot be read after row 3: .*use kind: jsonl, parquet or csv") as caught:
+        streamed(folder)
+    assert caught.value.exit_code == 3
+
+
+def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read where they are. A connection that breaks off is no bad file, and reading goes on from there."""
+    import datasets
+    import huggingface_hub
+
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(text_rows("a"))))
+    (tmp_path / "b.parquet").write_bytes(parquet(text_rows("b")))
+    (tmp_path / "c.jsonl").write_bytes(lines(text_rows("c")))
+    within_reach = ["a.jsonl.gz", "b.parquet"]
+
+    class Hub:
+        def open(self, address: str, mode: str) -> Any:
+            if address.rpartition("/")[2] not in within_reach:
+                raise ConnectionError("reset by peer")
+            return (tmp_path / address.rpartition("/")[2]).open("rb")
+
+        def size(self, address: str) -> int:
+            return (tmp_path / address.rpartition("/")[2]).stat().st_size
+
+    @dataclasses.dataclass
+    class Config:
+        data_files: dict[str, list[str]] | None = None
+
+    addresses = [f"hf://datasets/a/b@main/{name}" for name in ("a.jsonl.gz", "b.parquet", "c.jsonl")]
+    builder = SimpleNamespace(config=Config({"train": addresses}))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *arguments, **options: builder)
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", Hub)
+    source = make_source(ADAPTER.validate_python({"kind": "huggingface", "name": "a/b"}))
+    records = source.records("a/b/train")
+    read_before = [next(records) for _ in range(5)]
+    checkpoint = json.loads(json.dumps(source.checkpoint()))
+    read_before.append(next(records))
+    with pytest.raises(CorpusError, match=r"reset by peer.*the preparation is then resumed"):
+        next(records)
+    within_reach.append("c.jsonl")
+    rest = list(source.records("a/b/train", checkpoint))
+    assert [record.number for record in rest] == [6, 7, 8, 9]
+    texts = [source.parse(record.raw)[0] for record in read_before[:5] + rest]
+    assert texts == [f"{name} {number}" for name in "abc" for number in range(3)]
 
 
 def test_comma_separated_texts(tmp_path: Path) -> None:

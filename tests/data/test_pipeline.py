@@ -22,6 +22,7 @@ from cdrmix.data.pipeline.duplicates import deduplicate
 from cdrmix.data.pipeline.near_duplicates import CROWDED_BUCKET
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
+from cdrmix.data.sources import streams
 from cdrmix.data.sources.base import Document
 from cdrmix.errors import CorpusError, VocabularyError
 
@@ -217,8 +218,12 @@ def test_white_space_is_squeezed_as_python_does(text: str) -> None:
     assert _text.squeezed(text) == " ".join(text.split()).encode()
 
 
-def test_a_stream_goes_on_where_it_stood(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Hugging Face dataset of two files: what was read before a failure is not read again, and nothing is lost."""
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_stream_goes_on_where_it_stood(
+    suffix: str, make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Hugging Face dataset of two files, read by datasets or by us: what was read before a failure is not read
+    again, and nothing is lost."""
     import datasets
 
     draw = random.Random(7)
@@ -226,32 +231,37 @@ def test_a_stream_goes_on_where_it_stood(make_config: Any, tmp_path: Path, monke
     folder = tmp_path / "dataset"
     folder.mkdir()
     for number in range(2):
-        write(folder / f"{number}.jsonl", ({"text": text} for text in texts[100 * number : 100 * number + 100]))
+        part = texts[100 * number : 100 * number + 100]
+        if suffix == "txt":
+            (folder / f"{number}.txt").write_text("".join(f"{text}\n" for text in part))
+        else:
+            write(folder / f"{number}.jsonl", ({"text": text} for text in part))
     source = {"kind": "huggingface", "name": str(folder)}
     monkeypatch.setattr("cdrmix.data.prepare.MEMORY_PER_TEXT_BYTE", 100)  # some 10 kB, 25 records, a unit
     config = make_config(source, workers=1, memory_mb=1)
-    given: list[str] = []
-    broken_off = 120
-    iterate = datasets.IterableDataset.__iter__
+    given: list[Any] = []
+    broken_off = 180
 
-    def counting(stream: Any) -> Any:
-        for row in iterate(stream):
+    def counted(rows: Iterable[Any]) -> Any:
+        for row in rows:
             if len(given) == broken_off:
                 raise ConnectionError("reset by peer")
-            given.append(row["text"])
+            given.append(row)
             yield row
 
-    monkeypatch.setattr(datasets.IterableDataset, "__iter__", counting)
+    iterate, read = datasets.IterableDataset.__iter__, streams.json_lines
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", lambda stream: counted(iterate(stream)))
+    monkeypatch.setattr(streams, "json_lines", lambda path, limit: counted(read(path, limit)))
     with pytest.raises(CorpusError, match="reset by peer"):
         prepare(config, say=quiet)
-    first = list(given)
+    assert len(given) == 180
     given.clear()
     broken_off = -1
     shards = prepare(config, say=quiet)
     assert sorted(decoded(shards)) == sorted(texts)
-    assert len(first) == 120
-    assert len(given) < 120
-    assert given[-1] == texts[-1]
+    assert len(given) <= 100  # lines of a file that was begun are read over
+    last = given[-1]["text"] if suffix == "txt" else json.loads(given[-1].raw)["text"]
+    assert last == texts[-1]
 
 
 def test_a_tokenizer_without_the_marks_is_refused_before_the_text_is_read(make_config: Any, tmp_path: Path) -> None:

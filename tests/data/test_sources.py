@@ -10,7 +10,8 @@ import io
 import json
 import sysconfig
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +442,37 @@ def test_hugging_face_reads_a_dataset_folder(tmp_path: Path) -> None:
     assert caught.value.exit_code == 3
 
 
+class Rows:
+    """A streamed dataset of these rows."""
+
+    features = None
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+@dataclass
+class BuilderConfig:
+    """The options of a builder."""
+
+    data_files: None = None
+
+
+class Builder:
+    """A builder of datasets for files of another format, as `load_dataset_builder` gives one."""
+
+    config = BuilderConfig()
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def as_streaming_dataset(self, split: str) -> Rows:
+        return Rows(self.rows)
+
+
 def test_hugging_face_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -449,22 +481,22 @@ def test_hugging_face_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         read({"kind": "huggingface", "name": "someone/something"})
     assert caught.value.exit_code == 3
 
-    def break_off(*arguments: Any, **options: Any) -> Any:
+    def break_off() -> Any:
         yield {"text": "one"}
         raise ConnectionError("reset by peer")
 
-    monkeypatch.setattr(datasets, "load_dataset", break_off)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *arguments, **options: Builder(break_off()))
     with pytest.raises(CorpusError, match=r"reset by peer.*the preparation is then resumed"):
         read({"kind": "huggingface", "name": "someone/something"})
 
-    def fill_up(*arguments: Any, **options: Any) -> Any:
+    def fill_up() -> Any:
         yield {"text": "one"}
         try:
             raise OSError(errno.ENOSPC, "No space left on device")
         except OSError as error:
             raise RuntimeError("cannot cache") from error
 
-    monkeypatch.setattr(datasets, "load_dataset", fill_up)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *arguments, **options: Builder(fill_up()))
     with pytest.raises(DiskFullError, match=r"someone/something.*HF_HOME.*What was prepared is kept"):
         read({"kind": "huggingface", "name": "someone/something"})
 
@@ -476,9 +508,9 @@ def test_a_hugging_face_revision(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(*arguments: Any, **options: Any) -> Any:
         asked.append(options["revision"])
-        return [{"text": "one"}]
+        return Builder([{"text": "one"}])
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load)
     sections = [{"kind": "huggingface", "name": "someone/something", **more} for more in ({}, {"revision": "v2"})]
     for section in sections:
         assert read(section)[0][0].text == "one"
