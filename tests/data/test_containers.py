@@ -319,6 +319,44 @@ def read_parquet(
 TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 
 
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", "PLAIN"])
+@pytest.mark.parametrize("kind", ["parquet", "chat"])
+def test_every_encoding_of_texts(kind: str, encoding: str, tmp_path: Path) -> None:
+    texts = [f"text {number}" for number in range(20)]
+    turns = [[TURNS[0], TURNS[1] | {"content": text}] for text in texts]
+    table = pa.table({"text": texts} if kind == "parquet" else {"messages": turns})
+    column = "text" if kind == "parquet" else "messages.list.element.content"
+    written = {"use_dictionary": False, "column_encoding": {column: encoding}, "row_group_size": 7}
+    found, bad = read_parquet(tmp_path / "a.parquet", table, kind, written)
+    read_texts = [one.text if kind == "parquet" else json.loads(one.text)["messages"][1]["content"] for one in found]
+    assert (read_texts, bad.count) == (texts, 0)
+
+
+def test_damage_of_any_kind_is_a_bad_record(tmp_path: Path) -> None:
+    """Bytes that are changed, removed or added anywhere, also in the metadata of a Parquet file."""
+    found = 0
+    for seed in range(150):
+        draw = Draw(seed)
+        kind, row = draw.random.choice([("chat", draw.chat), ("preferences", draw.pair), ("parquet", draw.document)])
+        names = ["rows.parquet", "plain.parquet"] + ["rows.jsonl.gz", "rows.jsonl.zst"] * (kind != "parquet")
+        name = draw.random.choice(names)
+        data = bytearray(CONTAINERS[name]([row() for _ in range(3)]))
+        for _ in range(draw.random.randrange(1, 4)):
+            place = draw.random.randrange(len(data))
+            new = bytes(draw.random.randrange(256) for _ in range(draw.random.choice([0, 1, 1, 1, 20])))
+            data[place : place + draw.random.choice([0, 1, 1, 1, 20])] = new
+        (tmp_path / name).write_bytes(data)
+        bad = BadRecords(1000, say=lambda line: None)
+        section: Row = {"kind": kind, "paths": [str(tmp_path / name)]}
+        section |= {"text_field": "body"} if kind == "parquet" else {}
+        try:
+            list(make_source(ADAPTER.validate_python(section)).documents(bad))
+            found += bad.count > 0
+        except CorpusError:  # the column of the texts has another name now
+            assert kind == "parquet"
+    assert found > 100
+
+
 def test_values_without_a_form_in_json(tmp_path: Path) -> None:
     """Dates have their text; a map is an object with the fields of its row; binary data are left out."""
     when = datetime.datetime(2024, 5, 6, 7, 8, 9)

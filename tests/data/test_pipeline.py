@@ -20,6 +20,7 @@ from cdrmix import _text
 from cdrmix.config.schema_data import Dedup
 from cdrmix.data.pipeline.duplicates import deduplicate
 from cdrmix.data.pipeline.near_duplicates import CROWDED_BUCKET
+from cdrmix.data.pipeline.reading import quality_of
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.data.sources import streams
@@ -301,6 +302,14 @@ def test_no_personal_data_in_the_report(make_config: Any, tmp_path: Path) -> Non
     scored = pyarrow.parquet.read_table(shards.path / "report" / "scores").column("hash").to_pylist()
     kept = pyarrow.parquet.read_table(shards.path / "report" / "documents.parquet").column("hash").to_pylist()
     assert set(kept) < set(scored)
+
+
+@pytest.mark.parametrize(
+    ("value", "quality"), [(0.5, 0.5), ("0.5", 0.5), ("5", 5.0), ("good", 0.0), ("nan", 0.0), (None, 0.0), ([1], 0.0)]
+)
+def test_a_quality_may_be_a_number_as_a_text(value: Any, quality: float) -> None:
+    """CSV has only texts."""
+    assert quality_of(value) == quality
 
 
 MAIL = "jane.roe@example.org"

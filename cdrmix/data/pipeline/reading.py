@@ -336,7 +336,12 @@ def write_rows(path: Path, rows: dict[str, list[Any]], report: dict[str, Any]) -
 
 
 def quality_of(value: Any) -> float:
-    """A metadata value as a quality; 0 if it is not a number."""
+    """A metadata value as a quality; 0 if it is not a number. CSV has numbers as texts."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return 0.0
     if not isinstance(value, int | float) or value != value:  # NaN
         return 0.0
     return max(min(value, sys.float_info.max), -sys.float_info.max) + 0.0

@@ -44,10 +44,11 @@ def text_rows(path: Path | StoredFile, text_field: str, max_expansion: int) -> I
         try:
             with parquet_file(path) as table, parquet_file(path, as_numbers=True) as numbers:
                 others = _checked_columns(path, table.schema_arrow, text_field)
-                bound = _Bound(path, table.metadata, [text_field, *others], max_expansion)
+                names = [text_field, *others]
+                bound = _Bound(path, table.metadata, max_expansion)
                 for group in range(table.num_row_groups):
-                    rows = bound.batch_rows(group, numbers)
-                    for batch in table.iter_batches(rows, [group], [text_field, *others], use_threads=False):
+                    rows = _dense_rows(table.metadata, group, _longest_number(numbers, group, names))
+                    for batch in table.iter_batches(rows, [group], names, use_threads=False):
                         bound.add(_row_bytes(batch))
                         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
                         texts = columns[text_field].cast(pyarrow.large_binary()).to_pylist()
@@ -57,7 +58,7 @@ def text_rows(path: Path | StoredFile, text_field: str, max_expansion: int) -> I
                             metadata = {name: of[index] for name, of in cells.items() if of[index] is not None}
                             size = len(text or b"") + sum(map(len, filter(_is_string, metadata.values())))
                             yield Record(row, (text, metadata), size)
-        except (pyarrow.ArrowException, OSError, ExpansionError) as error:
+        except (pyarrow.ArrowException, OSError, ExpansionError, UnicodeDecodeError) as error:
             yield Record(row + 1, error=_damage(error))
 
 
@@ -87,18 +88,22 @@ def parquet_rows(path: Path | StoredFile, asked: Collection[str], max_expansion:
     row = 0
     with reading(path):
         try:
-            with parquet_file(path, as_numbers=True) as table:
+            with parquet_file(path) as table, parquet_file(path, as_numbers=True) as numbers:
                 for name in asked:
                     check_once(name, str(path), table.schema_arrow.names)
                 names = [field.name for field in table.schema_arrow if field.name in asked or _is_json(field.type)]
-                bound = _Bound(path, table.metadata, names, max_expansion)
-                for batch in table.iter_batches(batch_rows(table.metadata), columns=names, use_threads=False):
-                    sizes = _row_bytes(batch)
-                    bound.add(sizes)
-                    for index, size in enumerate(sizes.tolist()):
-                        row += 1
-                        yield _row(batch.slice(index, 1), row, size)
-        except (pyarrow.ArrowException, OSError, ExpansionError) as error:
+                bound = _Bound(path, table.metadata, max_expansion)
+                for group in range(table.num_row_groups):
+                    can_be_numbers = _longest_number(numbers, group, names) is not None
+                    rows = batch_rows(table.metadata) if can_be_numbers else _dense_rows(table.metadata, group, None)
+                    reader = numbers if can_be_numbers else table
+                    for batch in reader.iter_batches(rows, [group], names, use_threads=False):
+                        sizes = _row_bytes(batch)
+                        bound.add(sizes)
+                        for index, size in enumerate(sizes.tolist()):
+                            row += 1
+                            yield _row(batch.slice(index, 1), row, size)
+        except (pyarrow.ArrowException, OSError, ExpansionError, UnicodeDecodeError) as error:
             yield Record(row + 1, error=_damage(error))
 
 
@@ -120,7 +125,7 @@ def _row(batch: Any, number: int, size: int) -> Record:
 
 @contextmanager
 def parquet_file(path: Path | StoredFile, *, as_numbers: bool = False) -> Iterator[Any]:
-    """A pyarrow.parquet.ParquetFile. as_numbers: its texts are dictionary arrays, where their encoding allows it."""
+    """A pyarrow.parquet.ParquetFile. as_numbers: its texts are dictionary arrays, which not all encodings allow."""
     import pyarrow.parquet
 
     # pre_buffer would hold whole row groups; a bounded buffer streams them. Over a network, requests are larger.
@@ -128,37 +133,20 @@ def parquet_file(path: Path | StoredFile, *, as_numbers: bool = False) -> Iterat
     with path.open("rb") as stream:
         if as_numbers:
             metadata = pyarrow.parquet.read_metadata(stream)
-            options |= {"read_dictionary": _dictionary_paths(metadata), "metadata": metadata}
+            columns = map(metadata.schema.column, range(metadata.num_columns))
+            texts = [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+            options |= {"read_dictionary": texts, "metadata": metadata}
         with pyarrow.parquet.ParquetFile(stream, **options) as table:
             yield table
 
 
-def _dictionary_paths(metadata: Any) -> list[str]:
-    """The columns of texts that can be read as dictionary arrays."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    found = []
-    for number in range(metadata.num_columns):
-        column = metadata.schema.column(number)
-        encodings = {encoding for group in groups for encoding in group.column(number).encodings}
-        is_bytes = column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL"
-        if is_bytes and not any(encoding.startswith("DELTA") for encoding in encodings):
-            found.append(column.path)
-    return found
-
-
 class _Bound:
-    """Counts what the columns `names` of a file expand to. Raises ExpansionError above the limit."""
+    """Counts what a file expands to. Raises ExpansionError above the limit."""
 
-    def __init__(self, path: Path | StoredFile, metadata: Any, names: list[str], max_expansion: int) -> None:
-        self._metadata, self._names, self._max_expansion = metadata, names, max_expansion
-        self._left = expansion_limit(path, max_expansion)
-        every = (metadata.schema.column(number) for number in range(metadata.num_columns))
-        prefixes = tuple(f"{name}." for name in names)
-        self._numbers = [
-            n for n, column in enumerate(every) if column.path in names or column.path.startswith(prefixes)
-        ]
-        chunks = [chunk for group in range(metadata.num_row_groups) for chunk in self._chunks(group)]
-        if sum(chunk.total_uncompressed_size for chunk in chunks) > self._left:  # before a page is decompressed
+    def __init__(self, path: Path | StoredFile, metadata: Any, max_expansion: int) -> None:
+        self._left, self._max_expansion = expansion_limit(path, max_expansion), max_expansion
+        groups = map(metadata.row_group, range(metadata.num_row_groups))
+        if sum(group.total_byte_size for group in groups) > self._left:  # before a page is decompressed
             raise ExpansionError(max_expansion)
 
     def add(self, sizes: Array) -> None:
@@ -167,21 +155,31 @@ class _Bound:
         if self._left < 0:
             raise ExpansionError(self._max_expansion)
 
-    def batch_rows(self, group: int, numbers: Any) -> int:
-        """Rows of a batch of a row group: fewer, the longer the values of its dictionaries are.
 
-        numbers: the file, with texts as dictionary arrays.
-        """
-        # In this encoding a value begins with the one before, so it can be as long as the page.
-        delta = [chunk for chunk in self._chunks(group) if "DELTA_BYTE_ARRAY" in chunk.encodings]
-        longest = sum(chunk.total_uncompressed_size for chunk in delta)
-        batches = numbers.iter_batches(1, [group], self._names, use_threads=False)
-        longest += sum(map(_longest, next(batches, ())))  # a dictionary is read with its first value
-        return max(1, min(batch_rows(self._metadata), DENSE_BYTES // max(longest, 1)))
+def _longest_number(numbers: Any, group: int, names: list[str]) -> int | None:
+    """The length in bytes of the longest values of the dictionaries of a row group, for one row; None without them.
 
-    def _chunks(self, group: int) -> list[Any]:
-        columns = self._metadata.row_group(group)
-        return [columns.column(number) for number in self._numbers]
+    numbers: the file, with texts as dictionary arrays. Dictionaries are read with the first row. The metadata of
+    columns, which has the encodings, is not used: pyarrow ends the process if it is damaged.
+    """
+    import pyarrow
+
+    try:
+        batch = next(numbers.iter_batches(1, [group], names, use_threads=False), None)
+    except (pyarrow.ArrowException, OSError):  # an encoding without numbers; a damaged group is read again
+        return None
+    return sum(map(_longest, batch.columns)) if batch else 0
+
+
+def _dense_rows(metadata: Any, group: int, longest: int | None) -> int:
+    """Rows of a batch whose texts are not numbers: fewer, the longer the values of the dictionaries are.
+
+    longest: of `_longest_number`. None: in some encodings a value begins with the one before, so it can be as long as
+    all pages.
+    """
+    if longest is None:
+        longest = metadata.row_group(group).total_byte_size
+    return max(1, min(batch_rows(metadata), DENSE_BYTES // max(longest, 1)))
 
 
 def batch_rows(metadata: Any) -> int:

@@ -115,9 +115,10 @@ class HuggingFace(Source):
             ) from error
         section = self.section
         # the bases of HfHubHTTPError include the error class of the HTTP library of the hub client
-        unreachable = (OSError, RuntimeError, *HfHubHTTPError.__bases__)
+        unreachable: tuple[type[Exception], ...] = (OSError, RuntimeError, *HfHubHTTPError.__bases__)
         # what the libraries of the formats raise
-        damaged = (*DAMAGED_STREAM, ValueError, TypeError, LookupError, datasets.exceptions.DatasetsError)
+        damaged: tuple[type[Exception], ...] = (*DAMAGED_STREAM, ValueError, TypeError, LookupError)
+        damaged += (datasets.exceptions.DatasetsError,)
         try:
             builder = datasets.load_dataset_builder(section.name, section.config_name, revision=section.revision)
             found = _files(builder, section.split)
@@ -141,7 +142,7 @@ class HuggingFace(Source):
             ) from error
 
     def _read(
-        self, found: list[StoredFile], checkpoint: Any, unreachable: tuple[type[BaseException], ...]
+        self, found: list[Path | StoredFile], checkpoint: Any, unreachable: tuple[type[Exception], ...]
     ) -> Iterator[Record]:
         """The records of files of known formats, numbered together."""
         self._number, (current, known) = (checkpoint["rows"], checkpoint["file"]) if checkpoint else (0, (0, 0))
@@ -213,14 +214,14 @@ class HuggingFace(Source):
         )
 
 
-def _files(builder: Any, split: str) -> list[StoredFile]:
+def _files(builder: Any, split: str) -> list[Path | StoredFile]:
     """The files of a split, if their formats are known and the dataset asks for no other way to read them."""
     config = builder.config
     usual = type(config)()
     changed = {field.name for field in dataclasses.fields(config) if field.name not in NAMING}
     if any(getattr(config, name) != getattr(usual, name) for name in changed):
         return []
-    files: list[StoredFile] = []
+    files: list[Path | StoredFile] = []
     for address in (config.data_files or {}).get(split, ()):
         if not address.lower().endswith(KNOWN) or not (address.startswith(HUB) or Path(address).is_file()):
             return []
@@ -231,7 +232,7 @@ def _files(builder: Any, split: str) -> list[StoredFile]:
 KNOWN = (*JsonLines.suffixes, *Parquet.suffixes, *CommaSeparated.suffixes)
 
 
-def _reader(name: str) -> tuple[str, Callable[[StoredFile, str, int], Iterator[Record]]]:
+def _reader(name: str) -> tuple[str, Callable[[Path | StoredFile, str, int], Iterator[Record]]]:
     """The kind of a file, and the function that reads it."""
     if name.lower().endswith(Parquet.suffixes):
         return "parquet", text_rows
