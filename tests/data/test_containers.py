@@ -25,10 +25,12 @@ from pydantic import TypeAdapter
 from cdrmix.config import schema_data as schema
 from cdrmix.data.sources import files, make_source
 from cdrmix.data.sources.base import BadRecords
+from cdrmix.data.sources.conversations import from_json
 from cdrmix.errors import CorpusError
 
 ADAPTER: TypeAdapter[schema.Source] = TypeAdapter(schema.Source)
 Row = dict[str, Any]
+TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 
 
 def lines(rows: list[Row]) -> bytes:
@@ -316,9 +318,6 @@ def read_parquet(
     return list(make_source(section, **options).documents(bad)), bad
 
 
-TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-
-
 @pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", "PLAIN"])
 @pytest.mark.parametrize("kind", ["parquet", "chat"])
 def test_every_encoding_of_texts(kind: str, encoding: str, tmp_path: Path) -> None:
@@ -355,6 +354,58 @@ def test_damage_of_any_kind_is_a_bad_record(tmp_path: Path) -> None:
         except CorpusError:  # the column of the texts has another name now
             assert kind == "parquet"
     assert found > 100
+
+
+NAMES = ["messages", "conversations", "role", "from", "content", "value", "tool_calls", "tools", "system", "history"]
+NAMES += ["instruction", "input", "output", "prompt", "chosen", "rejected", "type", "text"]
+VALUES = [None, True, 3, 0.5, "", "user", "assistant", "gpt", "text", "\ud800", "[[1]]", "Human: a\n\nAssistant: b"]
+
+
+def any_value(draw: random.Random, depth: int = 3) -> Any:
+    kind = draw.randrange(4) if depth else 0
+    if kind < 2:
+        return draw.choice(VALUES)
+    if kind == 2:
+        return [any_value(draw, depth - 1) for _ in range(draw.randrange(3))]
+    return {name: any_value(draw, depth - 1) for name in draw.sample(NAMES, draw.randrange(4))}
+
+
+def nest(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("kind", ["chat", "preferences"])
+def test_a_record_of_any_values_is_a_conversation_or_bad(kind: str, tmp_path: Path) -> None:
+    """Each field has one of its values, or any other one."""
+    rows: list[Any] = []
+    for seed in range(1500):
+        draw = Draw(seed)
+        row = draw.chat() if kind == "chat" else draw.pair()
+        if draw.random.random() < 0.3:
+            row = {"instruction": "a", "output": "b", "prompt": "p", "chosen": "c", "rejected": "d"}
+        rows.append(row | {name: any_value(draw.random) for name in draw.random.sample(NAMES, 2)})
+    for depth in (90, 300, 900):
+        deep = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "tool_calls": nest(depth)}]
+        rows += [{"messages": deep, "chosen": deep, "rejected": deep}, {"messages": TURNS, "tools": nest(depth)}]
+        rows += [{"messages": TURNS, "tools": json.dumps(nest(depth))}, {"messages": TURNS, "tools": "[" * 5000}]
+    (tmp_path / "a.jsonl").write_bytes(lines(rows))
+    bad = BadRecords(10**4, say=lambda line: None)
+    section = ADAPTER.validate_python({"kind": kind, "paths": [str(tmp_path)]})
+    found = [from_json(document.text) for document in make_source(section).documents(bad)]
+    assert [one.mapped(str.upper).contents() for one in found] == [one.contents().upper() for one in found]
+    assert len(found) > 100
+    assert bad.count > 100
+    assert len(found) + bad.count == len(rows)
+
+
+def test_the_reason_of_a_bad_record_is_short(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([{"messages": [{"role": "x" * 10**5, "content": ""}]}]))
+    bad = BadRecords(1, say=lambda line: None)
+    list(make_source(ADAPTER.validate_python({"kind": "chat", "paths": [str(tmp_path)]})).documents(bad))
+    assert len(bad.shown[0]) < 2000
 
 
 def test_values_without_a_form_in_json(tmp_path: Path) -> None:

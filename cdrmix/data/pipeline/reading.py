@@ -38,6 +38,7 @@ from cdrmix.data.sources.base import (
     Source,
     parse_record,
     record_location,
+    shortened,
     utf8_size,
 )
 from cdrmix.data.sources.conversations import Conversation, Pair, from_json
@@ -229,7 +230,7 @@ def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[Parsed]:
         except BadRecord as error:
             stats.bad += 1
             if len(stats.bad_shown) < BAD_RECORDS_SHOWN:
-                stats.bad_shown.append(f"{where}: {writable(str(error), unit.cleaning.pii)}")
+                stats.bad_shown.append(f"{where}: {shortened(writable(str(error), unit.cleaning.pii))}")
             continue
         stats.read.add(utf8_size(text))
         text = normalize(html_text(text) if unit.cleaning.html else text)

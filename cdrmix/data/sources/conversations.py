@@ -31,6 +31,7 @@ ROLES = {
 }
 DIALOGUE = re.compile(r"\s*(Human|User):")  # the beginning of a dialogue in one text
 ALPACA = ("instruction", "input", "output", "history")  # fields of this format
+MAX_DEPTH = 100  # of lists and objects in a turn, far from the depth that Python can follow
 LISTS = ("messages", "conversations")  # names of the field with the turns, in the order in which they are looked for
 
 
@@ -42,10 +43,18 @@ class Conversation:
     tools: list[Any] | None = None
 
     def mapped(self, change: Callable[[str], str]) -> Conversation:
-        """The conversation with every string of the contents and of the tools changed, also the names of fields, but
-        not the roles.
+        """The conversation with every string of the messages and of the tools changed, also names of fields, but not
+        the roles.
         """
-        messages = [{**_mapped(message, change), "role": message["role"]} for message in self.messages]
+        messages = [
+            {
+                name if name in ("role", "content") else change(name): value
+                if name == "role"
+                else _mapped(value, change)
+                for name, value in message.items()
+            }
+            for message in self.messages
+        ]
         return Conversation(messages, _mapped(self.tools, change))
 
     def contents(self) -> str:
@@ -220,7 +229,7 @@ def _with_system(messages: list[Message], section: schema.Turns, system: Any) ->
 
 def _format_of(record: Mapping[str, Any], name: str | None) -> str:
     for known in LISTS if name is None else (name,):
-        if known in record:
+        if record.get(known) is not None:
             return known
     if "instruction" in record and "output" in record:
         return "alpaca"
@@ -236,10 +245,12 @@ def _alpaca(record: dict[str, Any]) -> list[Message]:
             raise BadRecord(f"its field {name!r} is {_kind(value)}, not a string")
     if extra is not None and not isinstance(extra, str):
         raise BadRecord(f"its field 'input' is {_kind(extra)}, not a string")
+    history = record.pop("history", None) or []
+    pairs = history if isinstance(history, list) else [history]
+    if not all(isinstance(earlier, list) and len(earlier) == 2 for earlier in pairs):
+        raise BadRecord("its field 'history' is not a list of pairs of instruction and output")
     turns = []
-    for earlier in record.pop("history", None) or []:
-        if not isinstance(earlier, list) or len(earlier) != 2:
-            raise BadRecord("its field 'history' is not a list of pairs of instruction and output")
+    for earlier in pairs:
         turns += [{"role": "user", "content": earlier[0]}, {"role": "assistant", "content": earlier[1]}]
     user = f"{instruction}\n{extra}" if extra else instruction
     return [*turns, {"role": "user", "content": user}, {"role": "assistant", "content": output}]
@@ -248,6 +259,7 @@ def _alpaca(record: dict[str, Any]) -> list[Message]:
 def _message(turn: Any, number: int, roles: Mapping[str, str]) -> Message:
     if not isinstance(turn, dict):
         raise BadRecord(f"turn {number} is {_kind(turn)}, not an object")
+    _check_depth(turn, f"turn {number}")
     message = {key: value for key, value in turn.items() if value is not None}
     role = message.pop("role", None) or message.pop("from", None)
     if not isinstance(role, str) or role not in roles:
@@ -280,11 +292,22 @@ def _tools(tools: Any) -> list[Any] | None:
     if isinstance(tools, str):  # a column of strings, as in data sets whose schemas differ
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRecord(f"its field 'tools' is not JSON: {error}") from error
     if tools is not None and not isinstance(tools, list):
         raise BadRecord(f"its field 'tools' is {_kind(tools)}, not a list")
+    _check_depth(tools, "its field 'tools'")
     return tools or None
+
+
+def _check_depth(value: Any, where: str, left: int = MAX_DEPTH) -> None:
+    """Raises BadRecord for a value of more than MAX_DEPTH lists and objects in each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        if isinstance(item, dict | list):
+            if not left:
+                raise BadRecord(f"{where} has more than {MAX_DEPTH} lists and objects in each other")
+            _check_depth(item, where, left - 1)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
