@@ -413,15 +413,31 @@ def test_a_corpus_of_conversations(make_config: Any, tmp_path: Path) -> None:
 
 
 def test_parquet_gives_the_same_shards(make_config: Any, tmp_path: Path) -> None:
-    rows = [{"messages": MESSAGES[1:3], "source": "a"}, {"messages": MESSAGES, "source": "b"}]
+    """Its structs have the fields of all rows: calls of tools are trained on as they are, without the others' nulls."""
+    written = "(m.content or (m.tool_calls | tojson))"
+    (tmp_path / "t.jinja").write_text("{{ tools | tojson }}" + CHATML.replace("m.content", written))
+    rows = []
+    for name, arguments in (("add", {"a": 8, "b": 2}), ("weather", {"city": "Town", "days": [1, None]})):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        schema = {"properties": {key: {"type": "string"} for key in arguments}}
+        turns = [MESSAGES[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        rows.append({"messages": turns, "tools": [{"name": name, "parameters": schema}], "source": name})
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "chats.parquet")
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = [
-        documents_of(prepare(chat_config(make_config, [str(tmp_path / name)]), say=lambda line: None))
-        for name in ("chats.parquet", "chats.jsonl")
-    ]
+    found = []
+    for name in ("chats.parquet", "chats.jsonl"):
+        source = {
+            "kind": "chat",
+            "paths": [str(tmp_path / name)],
+            "template": str(tmp_path / "t.jinja"),
+            "special_tokens": ["<|im_start|>", "<|im_end|>"],
+        }
+        config = make_config(source, row_length=300, dedup={"near_duplicates": False})
+        found.append(documents_of(prepare(config, say=lambda line: None)))
     assert found[0] == found[1]
-    assert len(found[0]) == 2
+    assert sorted(found[0].values()) == sorted(
+        json.dumps(row["messages"][1]["tool_calls"]) + "<|im_end|>" for row in rows
+    )
 
 
 def test_answers_to_one_prompt_are_in_one_split(make_config: Any, tmp_path: Path) -> None:
