@@ -131,7 +131,7 @@ class Draw:
 
 @pytest.mark.parametrize("kind", ["chat", "preferences"])
 def test_conversations(kind: str, tmp_path: Path) -> None:
-    for seed in range(8):
+    for seed in range(5):
         draw = Draw(seed)
         rows = [draw.chat() if kind == "chat" else draw.pair() for _ in range(4)]
         expected = read(tmp_path, "rows.jsonl", rows, kind)
@@ -334,7 +334,7 @@ def test_every_encoding_of_texts(kind: str, encoding: str, tmp_path: Path) -> No
 def test_damage_of_any_kind_is_a_bad_record(tmp_path: Path) -> None:
     """Bytes that are changed, removed or added anywhere, also in the metadata of a Parquet file."""
     found = 0
-    for seed in range(150):
+    for seed in range(70):
         draw = Draw(seed)
         kind, row = draw.random.choice([("chat", draw.chat), ("preferences", draw.pair), ("parquet", draw.document)])
         names = ["rows.parquet", "plain.parquet"] + ["rows.jsonl.gz", "rows.jsonl.zst"] * (kind != "parquet")
@@ -353,7 +353,7 @@ def test_damage_of_any_kind_is_a_bad_record(tmp_path: Path) -> None:
             found += bad.count > 0
         except CorpusError:  # the column of the texts has another name now
             assert kind == "parquet"
-    assert found > 100
+    assert found > 45
 
 
 NAMES = ["messages", "conversations", "role", "from", "content", "value", "tool_calls", "tools", "system", "history"]
@@ -381,7 +381,7 @@ def nest(depth: int) -> Any:
 def test_a_record_of_any_values_is_a_conversation_or_bad(kind: str, tmp_path: Path) -> None:
     """Each field has one of its values, or any other one."""
     rows: list[Any] = []
-    for seed in range(1500):
+    for seed in range(600):
         draw = Draw(seed)
         row = draw.chat() if kind == "chat" else draw.pair()
         if draw.random.random() < 0.3:
@@ -468,7 +468,7 @@ def bomb(kind: str, value: str, rows: int) -> pa.Table:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "chat"])
-@pytest.mark.parametrize(("length", "rows", "max_expansion"), [(2**22, 800, 1000), (100, 50_000, 1), (0, 20_000, 1)])
+@pytest.mark.parametrize(("length", "rows", "max_expansion"), [(2**20, 3200, 1000), (100, 50_000, 1), (0, 10_000, 1)])
 def test_what_a_parquet_file_expands_to_is_bounded(
     kind: str, length: int, rows: int, max_expansion: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,7 +487,7 @@ def test_what_a_parquet_file_expands_to_is_bounded(
     assert limit < 2**28
     assert bad.shown[-1].endswith(f"raise data.max_expansion={max_expansion}")
     assert f"it expands to more than {max_expansion} times its size" in bad.shown[-1]
-    assert len(found) <= min(rows // 2, limit // max(length, 1))
+    assert len(found) <= min(rows - 1, limit // max(length, 1))
     assert pool.max_memory() < 2**28
 
 
