@@ -355,7 +355,11 @@ def test_no_part_of_an_address_is_in_an_excerpt_or_a_reason(make_config: Any, tm
         key,
         *(f"text {number} " * 200 for number in range(9)),
     ]
-    data = {"pii": {"kinds": ["email", "secret"]}, "filters": {"rules": ["length"], "bounds": {"length": 1000}}}
+    data = {
+        "pii": {"kinds": ["email", "secret"]},
+        "filters": {"rules": ["length"], "bounds": {"length": 1000}},
+        "workers": 1,
+    }
     chats = [{"messages": [{"role": MAIL, "content": "a"}]}]
     domains = {
         "text": {"source": write(tmp_path / "a.jsonl", ({"text": text} for text in texts))},
