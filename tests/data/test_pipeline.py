@@ -20,8 +20,10 @@ from cdrmix import _text
 from cdrmix.config.schema_data import Dedup
 from cdrmix.data.pipeline.duplicates import deduplicate
 from cdrmix.data.pipeline.near_duplicates import CROWDED_BUCKET
+from cdrmix.data.pipeline.reading import quality_of
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
+from cdrmix.data.sources import streams
 from cdrmix.data.sources.base import Document
 from cdrmix.errors import CorpusError, VocabularyError
 
@@ -217,8 +219,12 @@ def test_white_space_is_squeezed_as_python_does(text: str) -> None:
     assert _text.squeezed(text) == " ".join(text.split()).encode()
 
 
-def test_a_stream_goes_on_where_it_stood(make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Hugging Face dataset of two files: what was read before a failure is not read again, and nothing is lost."""
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_stream_goes_on_where_it_stood(
+    suffix: str, make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Hugging Face dataset of two files, read by datasets or by us: what was read before a failure is not read
+    again, and nothing is lost."""
     import datasets
 
     draw = random.Random(7)
@@ -226,32 +232,37 @@ def test_a_stream_goes_on_where_it_stood(make_config: Any, tmp_path: Path, monke
     folder = tmp_path / "dataset"
     folder.mkdir()
     for number in range(2):
-        write(folder / f"{number}.jsonl", ({"text": text} for text in texts[100 * number : 100 * number + 100]))
+        part = texts[100 * number : 100 * number + 100]
+        if suffix == "txt":
+            (folder / f"{number}.txt").write_text("".join(f"{text}\n" for text in part))
+        else:
+            write(folder / f"{number}.jsonl", ({"text": text} for text in part))
     source = {"kind": "huggingface", "name": str(folder)}
     monkeypatch.setattr("cdrmix.data.prepare.MEMORY_PER_TEXT_BYTE", 100)  # some 10 kB, 25 records, a unit
     config = make_config(source, workers=1, memory_mb=1)
-    given: list[str] = []
-    broken_off = 120
-    iterate = datasets.IterableDataset.__iter__
+    given: list[Any] = []
+    broken_off = 180
 
-    def counting(stream: Any) -> Any:
-        for row in iterate(stream):
+    def counted(rows: Iterable[Any]) -> Any:
+        for row in rows:
             if len(given) == broken_off:
                 raise ConnectionError("reset by peer")
-            given.append(row["text"])
+            given.append(row)
             yield row
 
-    monkeypatch.setattr(datasets.IterableDataset, "__iter__", counting)
+    iterate, read = datasets.IterableDataset.__iter__, streams.json_lines
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", lambda stream: counted(iterate(stream)))
+    monkeypatch.setattr(streams, "json_lines", lambda path, limit: counted(read(path, limit)))
     with pytest.raises(CorpusError, match="reset by peer"):
         prepare(config, say=quiet)
-    first = list(given)
+    assert len(given) == 180
     given.clear()
     broken_off = -1
     shards = prepare(config, say=quiet)
     assert sorted(decoded(shards)) == sorted(texts)
-    assert len(first) == 120
-    assert len(given) < 120
-    assert given[-1] == texts[-1]
+    assert len(given) <= 100  # lines of a file that was begun are read over
+    last = given[-1]["text"] if suffix == "txt" else json.loads(given[-1].raw)["text"]
+    assert last == texts[-1]
 
 
 def test_a_tokenizer_without_the_marks_is_refused_before_the_text_is_read(make_config: Any, tmp_path: Path) -> None:
@@ -291,6 +302,75 @@ def test_no_personal_data_in_the_report(make_config: Any, tmp_path: Path) -> Non
     scored = pyarrow.parquet.read_table(shards.path / "report" / "scores").column("hash").to_pylist()
     kept = pyarrow.parquet.read_table(shards.path / "report" / "documents.parquet").column("hash").to_pylist()
     assert set(kept) < set(scored)
+
+
+@pytest.mark.parametrize(
+    ("value", "quality"), [(0.5, 0.5), ("0.5", 0.5), ("5", 5.0), ("good", 0.0), ("nan", 0.0), (None, 0.0), ([1], 0.0)]
+)
+def test_a_quality_may_be_a_number_as_a_text(value: Any, quality: float) -> None:
+    """CSV has only texts."""
+    assert quality_of(value) == quality
+
+
+MAIL = "jane.roe@example.org"
+NESTED: dict[str, Any] = {
+    "mapping": {"author": {"mail": MAIL}, "url": f"https://e.com/u?mail={MAIL}"},
+    "list": [MAIL, [MAIL]],
+    "escaped": ["a\n" + MAIL, f'"{MAIL}"', f"é{MAIL}é"],
+    "names": {MAIL: 1},
+    f"by {MAIL}": 2,
+    "surrogate": "caf\ud83d",
+    "surrogates": [{"\ud83d": "caf\ud83d " + MAIL}],
+    "url": "https://e.com/\ud83d",
+}
+
+
+@pytest.mark.parametrize("kinds", [[], ["email"]])
+def test_every_string_of_the_metadata_is_scrubbed_and_can_be_written(
+    kinds: list[str], make_config: Any, tmp_path: Path
+) -> None:
+    deep: Any = MAIL
+    for _ in range(800):
+        deep = [deep]
+    records: list[dict[str, Any]] = [{"text": f"text {number}"} | NESTED | {"deep": deep} for number in range(4)]
+    source = write(tmp_path / "a.jsonl", records)
+    shards = prepare(make_config(source, pii={"kinds": kinds}, dedup={"url": False}), say=quiet)
+    rows = pyarrow.parquet.read_table(shards.path / "report" / "documents.parquet").to_pylist()
+    assert len(rows) == 4
+    for row in rows:
+        # lists and mappings are JSON in JSON
+        found = {
+            name: json.loads(value) if str(value)[0] in "[{" else value
+            for name, value in json.loads(row["meta"]).items()
+        }
+        expected = json.dumps(NESTED).replace("\\ud83d", "\\ufffd")
+        assert found == json.loads(expected.replace(MAIL, "<EMAIL>") if kinds else expected)
+
+
+def test_no_part_of_an_address_is_in_an_excerpt_or_a_reason(make_config: Any, tmp_path: Path) -> None:
+    """An excerpt ends inside of an address or a key, and a record is bad because of a role that is an address."""
+    key = "-----BEGIN PRIVATE KEY-----\n" + "MIIEvQ" * 100 + "\n-----END PRIVATE KEY-----"
+    texts = [
+        "x" * 380 + f" jane.roe@{'very-' * 9}long-example.org",
+        key,
+        *(f"text {number} " * 200 for number in range(9)),
+    ]
+    data = {
+        "pii": {"kinds": ["email", "secret"]},
+        "filters": {"rules": ["length"], "bounds": {"length": 1000}},
+        "workers": 1,
+    }
+    chats = [{"messages": [{"role": MAIL, "content": "a"}]}]
+    domains = {
+        "text": {"source": write(tmp_path / "a.jsonl", ({"text": text} for text in texts))},
+        "chat": {"source": write(tmp_path / "b.jsonl", chats) | {"kind": "chat", "template": "chatml"}},
+    }
+    shards = prepare(make_config(None, domains=domains, dedup={"near_duplicates": False}, **data), say=quiet)
+    assert shards.report["filtered"] == {"length": 2}
+    report = (shards.path / "report" / "report.json").read_text()
+    assert "has the role '<EMAIL>'" in report
+    for part in ("jane", "MIIEvQ", "roe@"):
+        assert part not in report
 
 
 def test_a_crowd_of_look_alikes_is_one(make_config: Any, tmp_path: Path) -> None:

@@ -41,11 +41,59 @@ def parse(record: object, **options: Any) -> Pair:
         {"prompt": [QUESTION], "chosen": GOOD, "rejected": BAD},
         {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
         {"prompt": None, "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+        {"prompt": "Q", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+        {"prompt": [QUESTION], "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+        {"prompt": "Q", "chosen": "Q good", "rejected": "Q bad"},
+        {"chosen": "\n\nHuman: Q\n\nAssistant: good", "rejected": "\n\nHuman: Q\n\nAssistant: bad"},
+        {"chosen": "User: Q\n\nAssistant: good", "rejected": "User: Q\n\nAssistant: bad"},
+        {"prompt": "\n\nHuman: Q\n\nAssistant:", "chosen": "good", "rejected": "bad"},
+        {
+            "prompt": "\n\nHuman: Q\n\nAssistant:",
+            "chosen": "\n\nHuman: Q\n\nAssistant: good",
+            "rejected": "\n\nHuman: Q\n\nAssistant: bad",
+        },
+        {
+            "prompt": "Q",
+            "chosen": "\n\nHuman: Q\n\nAssistant: good",
+            "rejected": "\n\nHuman: Q\n\nAssistant: bad",
+        },
     ],
 )
 def test_formats(record: dict[str, Any]) -> None:
     assert parse(record) == Pair(Conversation([QUESTION, GOOD]), Conversation([QUESTION, BAD]))
     assert parse(record, system="S").chosen.messages == [SYSTEM, QUESTION, GOOD]
+
+
+EARLIER = [QUESTION, {"role": "assistant", "content": "A"}]
+LAST = {"role": "user", "content": "R"}
+
+
+@pytest.mark.parametrize(
+    ("record", "before"),
+    [
+        ({"prompt": "Q", "chosen": [*EARLIER, LAST, GOOD], "rejected": [*EARLIER, LAST, BAD]}, [*EARLIER, LAST]),
+        ({"prompt": "R", "chosen": [*EARLIER, LAST, GOOD], "rejected": [*EARLIER, LAST, BAD]}, [*EARLIER, LAST]),
+        ({"prompt": EARLIER, "chosen": [LAST, GOOD], "rejected": [LAST, BAD]}, [*EARLIER, LAST]),
+        ({"prompt": "Q", "chosen": [SYSTEM, QUESTION, GOOD], "rejected": [SYSTEM, QUESTION, BAD]}, [SYSTEM, QUESTION]),
+        ({"prompt": [SYSTEM, QUESTION], "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, [SYSTEM, QUESTION]),
+        (
+            {
+                "chosen": "\n\nHuman: Q\n\nAssistant: A\n\nHuman: R\n\nAssistant: good",
+                "rejected": "\n\nHuman: Q\n\nAssistant: A\n\nHuman: R\n\nAssistant: bad",
+            },
+            [*EARLIER, LAST],
+        ),
+    ],
+)
+def test_each_turn_is_there_once(record: dict[str, Any], before: list[dict[str, str]]) -> None:
+    assert parse(record) == Pair(Conversation([*before, GOOD]), Conversation([*before, BAD]))
+
+
+def test_an_answer_that_begins_by_chance_with_the_prompt_stays_whole() -> None:
+    record = {"prompt": "a", "chosen": "apple", "rejected": "a pear"}
+    assert [one.messages[-1]["content"] for one in vars(parse(record)).values()] == ["apple", "a pear"]
+    record = {"prompt": "User: hello", "chosen": "User: x", "rejected": "y"}  # not the layout of a dialogue
+    assert parse(record).chosen.messages[0]["content"] == "User: hello"
 
 
 @pytest.mark.parametrize(
@@ -55,6 +103,17 @@ def test_formats(record: dict[str, Any]) -> None:
         ({"prompt": "Q", "chosen": "good", "rejected": [QUESTION]}, "does not end with a turn of the assistant"),
         ({"chosen": [QUESTION, GOOD], "rejected": [SYSTEM, QUESTION, BAD]}, "differ before the last turn"),
         ({"prompt": "Q", "chosen": 1, "rejected": "bad"}, "turn 2 is a number, not an object"),
+        ({"chosen": "good", "rejected": "bad"}, "has no prompt: its field 'prompt' is missing or empty"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "has no prompt"),
+        ({"prompt": "P", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, "ends with a turn of the role user"),
+        (
+            {"prompt": "P", "chosen": [SYSTEM, QUESTION, GOOD], "rejected": [SYSTEM, QUESTION, BAD]},
+            "begin with one of the role system",
+        ),
+        (
+            {"chosen": "\n\nHuman: Q\n\nAssistant: good", "rejected": "\n\nHuman: R\n\nAssistant: bad"},
+            "differ before the last turn",
+        ),
     ],
 )
 def test_records_that_are_no_pairs(record: object, message: str) -> None:

@@ -10,7 +10,8 @@ import io
 import json
 import sysconfig
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,52 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     assert bad.shown == [f"{tmp_path}/a.txt: line 2: invalid UTF-8 (byte 0xe9 at offset 10)"]
 
 
+PAGE = "<html><head>{}<title>T</title></head><body><p>Übergröße ist schön: {}</p></body></html>"
+META = '<meta charset="{}">'
+HTTP = "<META HTTP-EQUIV='Content-Type' CONTENT='text/html; charset={}'>"
+
+
+@pytest.mark.parametrize(
+    ("head", "encoding", "extra"),
+    [
+        ("", "utf-8", "東"),
+        ("", "utf-8-sig", "東"),
+        ("", "utf-16", "東"),
+        (META.format("ISO-8859-1"), "cp1252", "“x”"),
+        (META.format("iso-8859-1"), "utf-8", "東"),  # what it declares is wrong
+        (HTTP.format("windows-1250"), "cp1250", "ő"),
+        ("<!-- " + META.format("koi8-r") + " -->" + HTTP.format("iso-8859-15"), "iso8859-15", "€"),
+        ("<?xml version='1.0' encoding='gb2312'?>", "gb18030", "中文"),
+        (META.format("iso-2022-jp"), "iso2022_jp_2", "東京"),
+    ],
+)
+def test_the_encoding_of_a_page(head: str, encoding: str, extra: str, tmp_path: Path) -> None:
+    page = PAGE.format(head, extra)
+    if encoding in ("iso2022_jp_2", "gb18030"):
+        page = page.replace("Übergröße ist schön", "東京")
+    (tmp_path / "a.html").write_bytes(page.encode(encoding))
+    (document,), bad = read({"kind": "html", "paths": [str(tmp_path)]})
+    assert (document.text, bad.count) == (page, 0)
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "reason"),
+    [
+        ("", b"\xe9", "line 1: invalid UTF-8 (byte 0xe9 at offset 84), and it declares no other encoding"),
+        (META.format("utf-8"), b"\xe9", "it declares 'utf-8'"),
+        (META.format("no-such-name"), b"\xe9", "it declares 'no-such-name'"),
+        (META.format("rot13"), b"\xe9", "it declares 'rot13'"),
+        (META.format("shift_jis"), b"\xff\xff", "is not in the encoding that it declares, 'shift_jis'"),
+    ],
+)
+def test_a_page_in_no_encoding_that_it_declares(head: str, body: bytes, reason: str, tmp_path: Path) -> None:
+    page = PAGE.replace("Übergröße ist schön: {}", "BODY").format(head).encode().replace(b"BODY", b"a " * 20 + body)
+    (tmp_path / "a.html").write_bytes(page)
+    documents, bad = read({"kind": "html", "paths": [str(tmp_path)]})
+    assert documents == []
+    assert reason in bad.shown[0]
+
+
 def test_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = {
         "a.py": b"x = '\xc3\xa9'\r\n",
@@ -395,6 +442,37 @@ def test_hugging_face_reads_a_dataset_folder(tmp_path: Path) -> None:
     assert caught.value.exit_code == 3
 
 
+class Rows:
+    """A streamed dataset of these rows."""
+
+    features = None
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+
+@dataclass
+class BuilderConfig:
+    """The options of a builder."""
+
+    data_files: None = None
+
+
+class Builder:
+    """A builder of datasets for files of another format, as `load_dataset_builder` gives one."""
+
+    config = BuilderConfig()
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def as_streaming_dataset(self, split: str) -> Rows:
+        return Rows(self.rows)
+
+
 def test_hugging_face_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
@@ -403,22 +481,22 @@ def test_hugging_face_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
         read({"kind": "huggingface", "name": "someone/something"})
     assert caught.value.exit_code == 3
 
-    def break_off(*arguments: Any, **options: Any) -> Any:
+    def break_off() -> Any:
         yield {"text": "one"}
         raise ConnectionError("reset by peer")
 
-    monkeypatch.setattr(datasets, "load_dataset", break_off)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *arguments, **options: Builder(break_off()))
     with pytest.raises(CorpusError, match=r"reset by peer.*the preparation is then resumed"):
         read({"kind": "huggingface", "name": "someone/something"})
 
-    def fill_up(*arguments: Any, **options: Any) -> Any:
+    def fill_up() -> Any:
         yield {"text": "one"}
         try:
             raise OSError(errno.ENOSPC, "No space left on device")
         except OSError as error:
             raise RuntimeError("cannot cache") from error
 
-    monkeypatch.setattr(datasets, "load_dataset", fill_up)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *arguments, **options: Builder(fill_up()))
     with pytest.raises(DiskFullError, match=r"someone/something.*HF_HOME.*What was prepared is kept"):
         read({"kind": "huggingface", "name": "someone/something"})
 
@@ -430,9 +508,9 @@ def test_a_hugging_face_revision(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(*arguments: Any, **options: Any) -> Any:
         asked.append(options["revision"])
-        return [{"text": "one"}]
+        return Builder([{"text": "one"}])
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load)
     sections = [{"kind": "huggingface", "name": "someone/something", **more} for more in ({}, {"revision": "v2"})]
     for section in sections:
         assert read(section)[0][0].text == "one"

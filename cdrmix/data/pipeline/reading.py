@@ -7,6 +7,7 @@ one Arrow file sorted by content hash. The following stages do not depend on the
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from cdrmix import _text
 from cdrmix.config.schema_data import Filters
 from cdrmix.data.chat.rendering import Renderer
 from cdrmix.data.cleaning.filters import FilterChain, FilterResult
-from cdrmix.data.cleaning.normalize import html_text, normalize
+from cdrmix.data.cleaning.normalize import SURROGATES, html_text, normalize
 from cdrmix.data.cleaning.pii import scrub
 from cdrmix.data.cleaning.urls import canonical_url, registrable_domain
 from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample, excerpt
@@ -37,6 +38,7 @@ from cdrmix.data.sources.base import (
     Source,
     parse_record,
     record_location,
+    shortened,
     utf8_size,
 )
 from cdrmix.data.sources.conversations import Conversation, Pair, from_json
@@ -46,6 +48,8 @@ UNIT_RECORDS = 50_000
 NO_ASSISTANT_TURN = "no_assistant_turn"  # the rule, in the report, that filters conversations without one
 EQUAL_ANSWERS = "equal_answers"  # the same for pairs whose answers are the same
 META_CHARACTERS = 4096  # of one metadata field; longer fields, such as the page of a text, are left out
+META_DEPTH = 100  # of lists and mappings in a metadata field; deeper fields are left out
+LONE_SURROGATE = re.compile(f"[{SURROGATES}]")  # JSON can write one; UTF-8 cannot
 HELD_OUT_KEY = b"cdrmix held-out split 1"  # fixed, so that a text is in the same split in every corpus
 
 COLUMNS = pa.schema(
@@ -190,8 +194,7 @@ def read_unit(unit: Unit) -> PipelineStats:
         failed = int(result.first_failed[index])
         if failed >= 0:
             score = float(result.scores[index, failed])
-            shown = scrub(excerpt(text), unit.cleaning.pii)[0]
-            stats.add_filtered(chain.names[failed], size, Sample(digest.hex(), where, score, shown))
+            stats.add_filtered(chain.names[failed], size, Sample(digest.hex(), where, score, text))
             hashes.append(digest)
             continue
         stats.languages.setdefault(language, Amount()).add(size)
@@ -203,6 +206,9 @@ def read_unit(unit: Unit) -> PipelineStats:
         hashes.append(digest)
         stats.kept.add(utf8_size(text))
         add_row(rows, text, digest, where, document.metadata, unit.cleaning, language, document.marks, document.prompt)
+    for filtered in stats.filtered.values():
+        for sample in filtered.samples:  # the whole text is scrubbed, because an excerpt may end inside of an address
+            sample.excerpt = excerpt(writable(sample.excerpt, unit.cleaning.pii))
     stats.metadata_bytes = metadata_bytes(rows)
     if chain.names:
         _write_scores(unit.path, documents, hashes, chain.names, result)
@@ -224,7 +230,7 @@ def _parsed(unit: Unit, stats: PipelineStats) -> Iterator[Parsed]:
         except BadRecord as error:
             stats.bad += 1
             if len(stats.bad_shown) < BAD_RECORDS_SHOWN:
-                stats.bad_shown.append(f"{where}: {error}")
+                stats.bad_shown.append(f"{where}: {shortened(writable(str(error), unit.cleaning.pii))}")
             continue
         stats.read.add(utf8_size(text))
         text = normalize(html_text(text) if unit.cleaning.html else text)
@@ -253,7 +259,7 @@ def _conversation(
     if reason:
         size = utf8_size(contents)
         stats.read.add(size)
-        stats.add_filtered(reason, size, Sample("", where, None, excerpt(contents)))
+        stats.add_filtered(reason, size, Sample("", where, None, contents))
         return
     try:
         if isinstance(conversation, Pair):
@@ -289,7 +295,7 @@ def add_row(
     if (
         cleaning.url_field
         and isinstance(url := field(metadata, cleaning.url_field), str)
-        and (url := canonical_url(url))
+        and (url := canonical_url(writable(url)))
     ):
         url_hash = hash64(url)
         if cleaning.cap_hosts and (domain := registrable_domain(url)):
@@ -331,23 +337,58 @@ def write_rows(path: Path, rows: dict[str, list[Any]], report: dict[str, Any]) -
 
 
 def quality_of(value: Any) -> float:
-    """A metadata value as a quality; 0 if it is not a number."""
+    """A metadata value as a quality; 0 if it is not a number. CSV has numbers as texts."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return 0.0
     if not isinstance(value, int | float) or value != value:  # NaN
         return 0.0
     return max(min(value, sys.float_info.max), -sys.float_info.max) + 0.0
 
 
 def stored_metadata(metadata: Metadata, pii: tuple[str, ...]) -> str:
-    """The metadata fields that are not too long, as JSON. Personal data are replaced as in the text."""
+    """The metadata fields that are neither too long nor too deep, as JSON. Lists and mappings are written as JSON too.
+
+    Personal data are replaced in every string, also in those of lists and mappings and in names.
+    """
     kept = {}
     for name, value in metadata.items():
         if isinstance(value, str):
-            value = scrub(value, pii)[0] if pii and len(value) <= META_CHARACTERS else value
+            value = writable(value, pii) if len(value) <= META_CHARACTERS else value
         elif not isinstance(value, int | float | bool | None):
-            value = json.dumps(value, default=str)
+            try:
+                value = json.dumps(_nested_metadata(value, pii, META_DEPTH))
+            except _TooDeep:
+                continue
         if not isinstance(value, str) or len(value) <= META_CHARACTERS:
-            kept[name] = value
+            kept[writable(name, pii)] = value
     return json.dumps(kept)
+
+
+class _TooDeep(Exception):
+    """A metadata field has more than META_DEPTH lists and mappings in each other."""
+
+
+def _nested_metadata(value: Any, pii: tuple[str, ...], depth: int) -> Any:
+    """A value as one of JSON, with `writable` strings. Raises _TooDeep beyond `depth` lists and mappings."""
+    if depth < 0:
+        raise _TooDeep
+    if isinstance(value, int | float | bool | None):
+        return value
+    if isinstance(value, Mapping):
+        return {writable(str(name), pii): _nested_metadata(item, pii, depth - 1) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_nested_metadata(item, pii, depth - 1) for item in value]
+    return writable(str(value), pii)
+
+
+def writable(text: str, pii: tuple[str, ...] = ()) -> str:
+    """The text as it may be written to a report: without personal data of these kinds and without lone surrogates."""
+    if not text.isascii():
+        text = LONE_SURROGATE.sub("\ufffd", text)
+    return scrub(text, pii)[0] if pii else text
 
 
 def content_hash(text: str) -> bytes:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cdrmix.config import schema_data
-from cdrmix.data.sources import chat, streams, tables, text_files  # each registers its sources
+from cdrmix.data.sources import chat, generated, streams, tables, text_files  # each registers its sources
 from cdrmix.data.sources.base import SOURCES, Source
 from cdrmix.errors import ConfigError
 
-__all__ = ["SOURCES", "chat", "make_source", "streams", "tables", "text_files"]
+__all__ = ["SOURCES", "chat", "generated", "make_source", "streams", "tables", "text_files"]
 
 
 def make_source(section: schema_data.Source, max_expansion: int = 1000) -> Source:

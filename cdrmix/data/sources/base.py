@@ -21,6 +21,7 @@ from cdrmix.errors import CorpusError
 from cdrmix.registry import Registry
 
 BAD_RECORDS_SHOWN = 5
+REASON_CHARACTERS = 1000  # of the reason why a record is bad, which can have its values
 
 Metadata = Mapping[str, Any]
 
@@ -63,7 +64,7 @@ class BadRecords:
 
     def add(self, where: str, reason: str) -> None:
         """Counts one record. Raises CorpusError above the limit."""
-        self.add_many(1, [f"{where}: {reason}"])
+        self.add_many(1, [f"{where}: {shortened(reason)}"])
 
     def add_many(self, count: int, shown: list[str]) -> None:
         """Counts records, of which `shown` has the first messages. Raises CorpusError above the limit."""
@@ -78,6 +79,11 @@ class BadRecords:
                 f"{self.count} bad records in the corpus, more than data.max_bad_records={self.limit} allows; the "
                 f"first is {self.shown[0]}{later}. Correct the corpus, or raise data.max_bad_records."
             )
+
+
+def shortened(reason: str) -> str:
+    """The beginning of a reason that is too long to be shown."""
+    return reason if len(reason) <= REASON_CHARACTERS else f"{reason[:REASON_CHARACTERS]} ..."
 
 
 class Source(ABC):
@@ -219,3 +225,12 @@ def missing_column(wanted: str, where: str, columns: list[str]) -> CorpusError:
         f"data.source.text_field: no column {wanted!r} in {where}; its columns are: "
         f"{escape_unprintable(', '.join(columns)) or '(none)'}"
     )
+
+
+def check_once(wanted: str, where: str, columns: list[str]) -> None:
+    """Raises CorpusError if a table has two columns of a name that is needed."""
+    if columns.count(wanted) > 1:
+        raise CorpusError(
+            f"data.source: {where} has {columns.count(wanted)} columns {wanted!r}, and nothing tells which one is "
+            "meant; rename or remove one"
+        )

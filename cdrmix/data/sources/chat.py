@@ -12,18 +12,22 @@ from typing import Any
 
 from cdrmix.config import schema_data
 from cdrmix.data.sources.base import SOURCES, FileSource, Metadata, Record
-from cdrmix.data.sources.conversations import conversation_of, pair_of
-from cdrmix.data.sources.tables import JsonLines, Parquet, decoded, json_lines, parquet_rows
+from cdrmix.data.sources.conversations import ALPACA, LISTS, conversation_of, pair_of
+from cdrmix.data.sources.parquet_files import parquet_rows
+from cdrmix.data.sources.tables import JsonLines, Parquet, decoded, json_lines
+
+COMMON = ("system", "tools")  # fields of records of all formats
 
 
 class ConversationFiles(FileSource):
-    """Files with one record per line or row, of any fields."""
+    """Files with one record per line or row, of any fields. asked: the fields that a conversation is made of."""
 
     suffixes = (*JsonLines.suffixes, *Parquet.suffixes)
+    asked: tuple[str, ...]
 
     def read(self, path: Path) -> Iterator[Record]:
-        if path.suffix in Parquet.suffixes:
-            return parquet_rows(path)
+        if path.suffix.lower() in Parquet.suffixes:
+            return parquet_rows(path, self.asked, self.max_expansion)
         return json_lines(path, self.max_expansion)
 
 
@@ -35,6 +39,7 @@ class Chat(ConversationFiles):
 
     def __init__(self, section: schema_data.ChatSource, max_expansion: int) -> None:
         self.parse = partial(parse_conversation, section=section)
+        self.asked = (section.field, *COMMON) if section.field else (*LISTS, *ALPACA, *COMMON)
         super().__init__(section.paths, max_expansion)
 
 
@@ -46,6 +51,7 @@ class Preferences(ConversationFiles):
 
     def __init__(self, section: schema_data.PreferencesSource, max_expansion: int) -> None:
         self.parse = partial(parse_pair, section=section)
+        self.asked = (section.prompt_field, section.chosen_field, section.rejected_field, *COMMON)
         super().__init__(section.paths, max_expansion)
 
 

@@ -4,7 +4,9 @@
     conversations  {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}  (ShareGPT)
     alpaca         {"instruction": "...", "input": "...", "output": "...", "system": "...", "history": [[...], ...]}
 
-    preferences    {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or messages
+    preferences    {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or messages; chosen and rejected may
+                   begin with the prompt; without a prompt they are whole conversations, as messages or as
+                   "\\n\\nHuman: ...\\n\\nAssistant: ..."
 
 Other fields of a message, such as tool_calls, are kept for the template.
 """
@@ -12,6 +14,7 @@ Other fields of a message, such as tool_calls, are kept for the template.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +29,9 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "bard", "bing"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response", "ipython"), "tool"),
 }
+DIALOGUE = re.compile(r"\s*(Human|User):")  # the beginning of a dialogue in one text
+ALPACA = ("instruction", "input", "output", "history")  # fields of this format
+MAX_DEPTH = 100  # of lists and objects in a turn, far from the depth that Python can follow
 LISTS = ("messages", "conversations")  # names of the field with the turns, in the order in which they are looked for
 
 
@@ -37,9 +43,16 @@ class Conversation:
     tools: list[Any] | None = None
 
     def mapped(self, change: Callable[[str], str]) -> Conversation:
-        """The conversation with every string of the contents and of the tools changed, but not the roles."""
+        """The conversation with every string of the messages and of the tools changed, also names of fields, but not
+        the roles.
+        """
         messages = [
-            {key: value if key == "role" else _mapped(value, change) for key, value in message.items()}
+            {
+                name if name in ("role", "content") else change(name): value
+                if name == "role"
+                else _mapped(value, change)
+                for name, value in message.items()
+            }
             for message in self.messages
         ]
         return Conversation(messages, _mapped(self.tools, change))
@@ -84,26 +97,84 @@ def from_json(text: str) -> Conversation | Pair:
 def pair_of(record: Any, section: schema.PreferencesSource) -> tuple[Pair, Metadata]:
     """The pair of a record, and its other fields. Raises BadRecord with the reason if it has none."""
     rest = dict(checked_record(record))
-    for name in (section.chosen_field, section.rejected_field):
+    names = (section.chosen_field, section.rejected_field)
+    for name in names:
         if name not in rest:
             raise BadRecord(f"has no field {name!r}; its fields are: {', '.join(rest) or '(none)'}")
-    chosen, rejected = (_turns(rest.pop(name), "assistant") for name in (section.chosen_field, section.rejected_field))
-    prompt = _turns(rest.pop(section.prompt_field, None) or [], "user")
+    given = rest.pop(section.prompt_field, None)
+    texts = _without_prompt(given, [rest.pop(name) for name in names])
     system, tools = rest.pop("system", None), _tools(rest.pop("tools", None))
-    answers = [Conversation(messages_of([*prompt, *turns], section, system), tools) for turns in (chosen, rejected)]
-    for conversation in answers:
-        if conversation.messages[-1]["role"] != "assistant":
-            raise BadRecord("its chosen or rejected conversation does not end with a turn of the assistant")
-    if answers[0].messages[:-1] != answers[1].messages[:-1]:
+    prompt = _messages(_turns(given, "user"), section) if given else []
+    answers = [_messages(_turns(text, "assistant"), section, len(prompt) + 1) for text in texts]
+    if not all(messages and messages[-1]["role"] == "assistant" for messages in answers):
+        raise BadRecord("its chosen or rejected conversation does not end with a turn of the assistant")
+    whole = [_joined_turns(prompt, messages, section.prompt_field) for messages in answers]
+    if any(len(messages) == 1 for messages in whole):
+        raise BadRecord(
+            f"has no prompt: its field {section.prompt_field!r} is missing or empty, and its chosen and rejected "
+            "answers are not whole conversations"
+        )
+    if whole[0][:-1] != whole[1][:-1]:
         raise BadRecord("its chosen and rejected conversations differ before the last turn")
-    return Pair(*answers), rest
+    return Pair(*(Conversation(_with_system(messages, section, system), tools) for messages in whole)), rest
+
+
+def _without_prompt(prompt: Any, answers: list[Any]) -> list[Any]:
+    """The answers; texts that both begin with the text of the prompt without it.
+
+    A text that goes on in the same word, as "apple" after the prompt "a", does not begin with the prompt.
+    """
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if not isinstance(prompt, str) or not prompt.strip() or len(texts) < len(answers):
+        return answers
+    rests = [text.removeprefix(prompt) for text in texts]
+    same_word = prompt[-1].isalnum() and any(rest[:1].isalnum() for rest in rests)
+    begin = all(text.startswith(prompt) and rest.strip() for text, rest in zip(texts, rests, strict=True))
+    if same_word or not begin:
+        return answers
+    return rests if prompt[-1].isspace() else [rest.removeprefix(" ") for rest in rests]
+
+
+def _joined_turns(prompt: list[Message], answer: list[Message], field: str) -> list[Message]:
+    """The whole conversation of a prompt and an answer, which may have the turns of the prompt too."""
+    if not prompt:
+        return answer
+    before = [(message["role"], message["content"].strip()) for message in answer[:-1] if message["role"] != "system"]
+    asked = [(message["role"], message["content"].strip()) for message in prompt if message["role"] != "system"]
+    if before and asked and (before[: len(asked)] == asked or before[-len(asked) :] == asked):
+        system = [message for message in prompt if message["role"] == "system"]
+        return answer if answer[0]["role"] == "system" else [*system, *answer]
+    last, first = prompt[-1]["role"], answer[0]["role"]
+    if first == last or (first == "system" and last != "system"):
+        raise BadRecord(
+            f"its field {field!r} ends with a turn of the role {last}, and the turns of its answers begin with one of "
+            f"the role {first}; an answer is a turn of the assistant, or the whole conversation with the same prompt"
+        )
+    return [*prompt, *answer]
 
 
 def _turns(value: Any, role: str) -> list[Any]:
     """The turns of a prompt or an answer: a text, one message or a list of messages."""
     if isinstance(value, str):
-        return [{"role": role, "content": value}]
+        return _dialogue(value, role) or [{"role": role, "content": value}]
     return value if isinstance(value, list) else [value]
+
+
+def _dialogue(text: str, role: str) -> list[Message]:
+    """The turns of a text such as "\\n\\nHuman: Hello\\n\\nAssistant: Hi"; none if it is not one.
+
+    role: user: of a prompt, which ends with "Assistant:". assistant: of a conversation, which ends with what it says.
+    """
+    first = DIALOGUE.match(text)
+    if not first:
+        return []
+    pieces = re.split(rf"\n\n({first[1]}|Assistant):", f"\n\n{text.lstrip()}")[1:]
+    turns = [
+        {"role": ROLES[name.lower()], "content": content.strip()}
+        for name, content in zip(pieces[::2], pieces[1::2], strict=True)
+    ]
+    ends = turns[-1]["role"] == "assistant" and (turns[-1]["content"] == "") == (role == "user")
+    return (turns[:-1] if role == "user" else turns) if ends else []
 
 
 def conversation_of(record: Any, section: schema.ChatSource) -> tuple[Conversation, Metadata]:
@@ -135,21 +206,30 @@ def messages_of(turns: Any, section: schema.Turns, system: Any = None) -> list[M
 
     system: of the record; without one, section.system. Raises BadRecord for a turn that is not one.
     """
+    return _with_system(_messages(turns, section), section, system)
+
+
+def _messages(turns: Any, section: schema.Turns, first: int = 1) -> list[Message]:
+    """The messages of a list of turns. first: number of the first one, for messages of errors."""
     if not isinstance(turns, list):
         raise BadRecord(f"its turns are {_kind(turns)}, not a list")
     roles = {**ROLES, **section.roles}
-    messages = [_message(turn, number, roles) for number, turn in enumerate(turns, 1)]
+    return [_message(turn, number, roles) for number, turn in enumerate(turns, first)]
+
+
+def _with_system(messages: list[Message], section: schema.Turns, system: Any) -> list[Message]:
+    """The messages, after the system prompt if there is none among them."""
     if system is not None and not isinstance(system, str):
         raise BadRecord(f"its system prompt is {_kind(system)}, not a string")
     prompt = system or section.system
     if prompt and messages and all(message["role"] != "system" for message in messages):
-        messages.insert(0, {"role": "system", "content": prompt})
+        return [{"role": "system", "content": prompt}, *messages]
     return messages
 
 
 def _format_of(record: Mapping[str, Any], name: str | None) -> str:
     for known in LISTS if name is None else (name,):
-        if known in record:
+        if record.get(known) is not None:
             return known
     if "instruction" in record and "output" in record:
         return "alpaca"
@@ -165,10 +245,12 @@ def _alpaca(record: dict[str, Any]) -> list[Message]:
             raise BadRecord(f"its field {name!r} is {_kind(value)}, not a string")
     if extra is not None and not isinstance(extra, str):
         raise BadRecord(f"its field 'input' is {_kind(extra)}, not a string")
+    history = record.pop("history", None) or []
+    pairs = history if isinstance(history, list) else [history]
+    if not all(isinstance(earlier, list) and len(earlier) == 2 for earlier in pairs):
+        raise BadRecord("its field 'history' is not a list of pairs of instruction and output")
     turns = []
-    for earlier in record.pop("history", None) or []:
-        if not isinstance(earlier, list) or len(earlier) != 2:
-            raise BadRecord("its field 'history' is not a list of pairs of instruction and output")
+    for earlier in pairs:
         turns += [{"role": "user", "content": earlier[0]}, {"role": "assistant", "content": earlier[1]}]
     user = f"{instruction}\n{extra}" if extra else instruction
     return [*turns, {"role": "user", "content": user}, {"role": "assistant", "content": output}]
@@ -177,7 +259,7 @@ def _alpaca(record: dict[str, Any]) -> list[Message]:
 def _message(turn: Any, number: int, roles: Mapping[str, str]) -> Message:
     if not isinstance(turn, dict):
         raise BadRecord(f"turn {number} is {_kind(turn)}, not an object")
-    # Parquet gives every message the fields of all, null where it has none.
+    _check_depth(turn, f"turn {number}")
     message = {key: value for key, value in turn.items() if value is not None}
     role = message.pop("role", None) or message.pop("from", None)
     if not isinstance(role, str) or role not in roles:
@@ -210,11 +292,22 @@ def _tools(tools: Any) -> list[Any] | None:
     if isinstance(tools, str):  # a column of strings, as in data sets whose schemas differ
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRecord(f"its field 'tools' is not JSON: {error}") from error
     if tools is not None and not isinstance(tools, list):
         raise BadRecord(f"its field 'tools' is {_kind(tools)}, not a list")
+    _check_depth(tools, "its field 'tools'")
     return tools or None
+
+
+def _check_depth(value: Any, where: str, left: int = MAX_DEPTH) -> None:
+    """Raises BadRecord for a value of more than MAX_DEPTH lists and objects in each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        if isinstance(item, dict | list):
+            if not left:
+                raise BadRecord(f"{where} has more than {MAX_DEPTH} lists and objects in each other")
+            _check_depth(item, where, left - 1)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
@@ -223,7 +316,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_mapped(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {change(key): _mapped(item, change) for key, item in value.items()}
     return value
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, Protocol, cast
 
 import zstandard
 
@@ -22,7 +22,27 @@ MIN_EXPANSION_LIMIT = 64 * 2**20  # a compressed file may always expand to this 
 
 
 class ExpansionError(ValueError):
-    """A compressed file expands to more than its limit."""
+    """A compressed file expands to more than its limit. max_expansion: the configured ratio."""
+
+    def __init__(self, max_expansion: int) -> None:
+        super().__init__(
+            f"it expands to more than {max_expansion} times its size; if it is not an attack, raise "
+            f"data.max_expansion={max_expansion}"
+        )
+
+
+class StoredFile(Protocol):
+    """A file that can be opened by itself: a `Path`, or a file of a data set on the hub. str() is its name."""
+
+    @property
+    def suffix(self) -> str:
+        """The last ending of its name, with the dot."""
+
+    def open(self, mode: str = "rb") -> Any:
+        """A binary stream of its stored bytes."""
+
+    def stat(self) -> Any:
+        """An object whose `st_size` is the number of its stored bytes."""
 
 
 DAMAGED_STREAM = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, ExpansionError)
@@ -61,7 +81,7 @@ def walk(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str]) -> Ite
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path | StoredFile) -> Iterator[None]:
     """Raises CorpusError if the operating system cannot read `path`."""
     try:
         yield
@@ -71,29 +91,40 @@ def reading(path: Path) -> Iterator[None]:
         raise CorpusError(f"data.source: cannot read {path}: {error.strerror or error}") from error
 
 
-def open_bytes(path: Path, max_expansion: int) -> BinaryIO:
+def expansion_limit(path: Path | StoredFile, max_expansion: int) -> int:
+    """The bytes to which a file may expand."""
+    return max(path.stat().st_size * max_expansion, MIN_EXPANSION_LIMIT)
+
+
+def open_bytes(path: Path | StoredFile, max_expansion: int) -> BinaryIO:
     """Opens `path` for reading; .gz and .zst files are decompressed. A damaged file raises one of DAMAGED_STREAM.
 
     max_expansion: maximum ratio of decompressed to compressed size; 64 MiB are always allowed.
     """
+    opened = path.open("rb")
     if path.suffix.lower() == ".gz":
-        expanded: PartialGzipFile | ZstandardFile = PartialGzipFile(path)
+        expanded: PartialGzipFile | ZstandardFile = PartialGzipFile(opened)
     elif path.suffix.lower() == ".zst":
-        expanded = ZstandardFile(path)
+        expanded = ZstandardFile(opened)
     else:
-        return path.open("rb")
-    limit = max(path.stat().st_size * max_expansion, MIN_EXPANSION_LIMIT)
-    return cast(BinaryIO, io.BufferedReader(SizeLimitedFile(expanded, limit, max_expansion), 2**20))
+        return cast(BinaryIO, opened)
+    limited = SizeLimitedFile(expanded, expansion_limit(path, max_expansion), max_expansion)
+    return cast(BinaryIO, io.BufferedReader(limited, 2**20))
 
 
 class PartialGzipFile(gzip.GzipFile):
     """A .gz file that returns all data before the first damaged block, and raises only then."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "rb")
+    def __init__(self, opened: IO[bytes]) -> None:
+        super().__init__(fileobj=opened, mode="rb")
+        self._opened = opened
 
     def readinto(self, buffer: Any) -> int:
         return self.readinto1(buffer)
+
+    def close(self) -> None:
+        super().close()
+        self._opened.close()
 
 
 class WrapperFile(io.RawIOBase):
@@ -121,18 +152,15 @@ class SizeLimitedFile(WrapperFile):
         count = self._file.readinto(buffer) or 0
         self._left -= count
         if self._left < 0:
-            raise ExpansionError(
-                f"it expands to more than {self._max_expansion} times its size; if it is not an attack, raise "
-                f"data.max_expansion={self._max_expansion}"
-            )
+            raise ExpansionError(self._max_expansion)
         return count
 
 
 class ZstandardFile(WrapperFile):
     """Reads all frames of a .zst file. A truncated last frame raises EOFError, unlike in zstandard."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path.open("rb"))
+    def __init__(self, opened: IO[bytes]) -> None:
+        super().__init__(opened)
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
         self._frame = self._decompressor.decompressobj()
         self._input = b""

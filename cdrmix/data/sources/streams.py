@@ -1,18 +1,67 @@
-"""Sources without files: Hugging Face datasets, which are streamed and can be resumed, and generated tasks."""
+"""Hugging Face datasets, which are streamed and can be resumed.
+
+Files of JSON lines, Parquet and CSV are read as those of the sources of these kinds, so they give the same documents,
+columns that are not needed may differ between files, and a bad file or record is named and skipped. The package
+datasets finds the files. It reads only those in other formats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 from cdrmix.config import schema_data
-from cdrmix.data.sources.base import SOURCES, BadRecord, Metadata, Record, Source, missing_column
-from cdrmix.data.sources.conversations import Conversation, Pair, messages_of
-from cdrmix.data.sources.files import walk
+from cdrmix.data.sources.base import SOURCES, BadRecord, Metadata, Record, Source, missing_column, record_location
+from cdrmix.data.sources.files import DAMAGED_STREAM, StoredFile, walk
+from cdrmix.data.sources.parquet_files import text_rows
+from cdrmix.data.sources.tables import (
+    CommaSeparated,
+    JsonLines,
+    Parquet,
+    csv_rows,
+    decoded,
+    json_lines,
+    parse_cells,
+    parse_json,
+    parse_row,
+)
 from cdrmix.durable import disk_full, is_disk_full
 from cdrmix.errors import CdrmixError, CorpusError
+
+HUB = "hf://"  # the addresses of files on the hub begin with it
+# Options of a builder of datasets that do not change how a file is read.
+NAMING = {"name", "version", "data_dir", "data_files", "description", "features"}
+
+
+@dataclasses.dataclass(frozen=True)
+class HubFile:
+    """A file of a dataset on the hub, read over the network. address: from HUB on."""
+
+    address: str
+
+    def __str__(self) -> str:
+        return self.address
+
+    @property
+    def suffix(self) -> str:
+        """The last ending of its name."""
+        return PurePosixPath(self.address).suffix
+
+    def open(self, mode: str = "rb") -> Any:
+        """A binary stream."""
+        from huggingface_hub import HfFileSystem
+
+        return HfFileSystem().open(self.address, mode)
+
+    def stat(self) -> Any:
+        """Its size, as `Path.stat` has it."""
+        from huggingface_hub import HfFileSystem
+
+        return SimpleNamespace(st_size=HfFileSystem().size(self.address))
 
 
 @SOURCES("huggingface")
@@ -24,11 +73,13 @@ class HuggingFace(Source):
 
     kind = "huggingface"
 
-    def __init__(self, section: schema_data.HuggingFaceSource, max_expansion: int = 1) -> None:
+    def __init__(self, section: schema_data.HuggingFaceSource, max_expansion: int = 1000) -> None:
         self.section = section
-        self.parse = partial(parse_row, text_field=section.text_field)
-        self._dataset: Any = None
-        self._number = 0
+        self.max_expansion = max_expansion
+        self.parse = partial(parse_streamed, text_field=section.text_field)
+        self._dataset: Any = None  # of `_stream`
+        self._number = 0  # of the last record
+        self._place = (0, 0)  # of the last record of `_read`: number of its file, from 0, and its number there, from 1
 
     def identity(self) -> list[Any]:
         identity: list[Any] = [
@@ -51,7 +102,8 @@ class HuggingFace(Source):
         return [f"{self.section.name}/{self.section.split}"]
 
     def checkpoint(self) -> Any:
-        return {"rows": self._number, "stream": self._dataset.state_dict()}
+        stream = {"file": self._place} if self._dataset is None else {"stream": self._dataset.state_dict()}
+        return {"rows": self._number, **stream}
 
     def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
         try:
@@ -63,29 +115,87 @@ class HuggingFace(Source):
             ) from error
         section = self.section
         # the bases of HfHubHTTPError include the error class of the HTTP library of the hub client
-        failures = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, *HfHubHTTPError.__bases__)
+        unreachable: tuple[type[Exception], ...] = (OSError, RuntimeError, *HfHubHTTPError.__bases__)
+        # what the libraries of the formats raise
+        damaged: tuple[type[Exception], ...] = (*DAMAGED_STREAM, ValueError, TypeError, LookupError)
+        damaged += (datasets.exceptions.DatasetsError,)
         try:
-            self._dataset = datasets.load_dataset(
-                section.name, section.config_name, split=section.split, revision=section.revision, streaming=True
-            )
-            self._number = 0
-            if checkpoint is not None:
-                self._dataset.load_state_dict(checkpoint["stream"])
-                self._number = checkpoint["rows"]
-            rows = iter(self._dataset)
-        except failures as error:
+            builder = datasets.load_dataset_builder(section.name, section.config_name, revision=section.revision)
+            found = _files(builder, section.split)
+            dataset = None if found else builder.as_streaming_dataset(split=section.split)
+        except (*unreachable, *damaged) as error:
             raise self._unreadable(error) from error
-        while True:
-            try:
-                row = next(rows, None)
-            except failures as error:
-                raise self._unreadable(error) from error
-            if row is None:
-                return
+        if dataset is None:
+            yield from self._read(found, checkpoint, unreachable)
+            return
+        try:
+            yield from self._stream(dataset, checkpoint)
+        except CdrmixError:
+            raise
+        except unreachable as error:
+            raise self._unreadable(error) from error
+        except damaged as error:
+            raise CorpusError(
+                f"data.source: the {self.describe()} cannot be read after row {self._number}: {error}. Its files are "
+                "read by the package datasets, which does not name the bad one; use kind: jsonl, parquet or csv with "
+                "paths for files of these formats"
+            ) from error
+
+    def _read(
+        self, found: list[Path | StoredFile], checkpoint: Any, unreachable: tuple[type[Exception], ...]
+    ) -> Iterator[Record]:
+        """The records of files of known formats, numbered together."""
+        self._number, (current, known) = (checkpoint["rows"], checkpoint["file"]) if checkpoint else (0, (0, 0))
+        for number, file in enumerate(found):
+            if number < current:
+                continue
+            kind, read = _reader(str(file))
+            records = enumerate(read(file, self.section.text_field, self.max_expansion), 1)
+            while True:
+                try:
+                    count, record = next(records, (0, None))
+                except CorpusError as error:
+                    if isinstance(file, HubFile) and isinstance(error.__cause__, OSError):
+                        raise self._unreadable(error.__cause__) from error
+                    raise
+                except unreachable as error:
+                    raise self._unreadable(error) from error
+                if record is None:
+                    break
+                if number == current and count <= known:
+                    continue
+                self._number += 1
+                self._place = (number, count)
+                if self._number == 1 and kind == "jsonl" and not record.error:
+                    self._check_field(record.raw)
+                where = record_location(str(file), record.number)
+                error_here = f"{where}: {record.error}" if record.error else ""
+                yield Record(self._number, (kind, where, record.raw), record.size, error_here)
+
+    def _check_field(self, line: bytes) -> None:
+        """Raises CorpusError if the first record of the dataset is an object without the text."""
+        try:
+            first = decoded(line)
+        except BadRecord:
+            return
+        if isinstance(first, dict) and self.section.text_field not in first:
+            raise missing_column(self.section.text_field, self.describe(), list(first))
+
+    def _stream(self, dataset: Any, checkpoint: Any) -> Iterator[Record]:
+        """The rows of files of other formats, as datasets reads them."""
+        if dataset.features:
+            dataset = dataset.decode(False)  # of images and sounds
+        self._number = 0
+        if checkpoint is not None:
+            dataset.load_state_dict(checkpoint["stream"])
+            self._number = checkpoint["rows"]
+        self._dataset = dataset
+        for row in dataset:
             self._number += 1
-            if section.text_field not in row:
-                raise missing_column(section.text_field, self.describe(), list(row))
-            yield Record(self._number, row, sum(len(cell) for cell in row.values() if isinstance(cell, str)))
+            if self.section.text_field not in row:
+                raise missing_column(self.section.text_field, self.describe(), list(row))
+            size = sum(len(cell) for cell in row.values() if isinstance(cell, str))
+            yield Record(self._number, ("row", "", row), size)
 
     def _unreadable(self, error: BaseException) -> CdrmixError:
         cause: BaseException | None = error
@@ -104,100 +214,59 @@ class HuggingFace(Source):
         )
 
 
-def parse_row(raw: dict[str, Any], text_field: str) -> tuple[str, Metadata]:
-    """The text and the other fields of a row that are scalars or mappings."""
-    text = raw[text_field]
+def _files(builder: Any, split: str) -> list[Path | StoredFile]:
+    """The files of a split, if their formats are known and the dataset asks for no other way to read them."""
+    config = builder.config
+    usual = type(config)()
+    changed = {field.name for field in dataclasses.fields(config) if field.name not in NAMING}
+    if any(getattr(config, name) != getattr(usual, name) for name in changed):
+        return []
+    files: list[Path | StoredFile] = []
+    for address in (config.data_files or {}).get(split, ()):
+        if not address.lower().endswith(KNOWN) or not (address.startswith(HUB) or Path(address).is_file()):
+            return []
+        files.append(HubFile(address) if address.startswith(HUB) else Path(address))
+    return files
+
+
+KNOWN = (*JsonLines.suffixes, *Parquet.suffixes, *CommaSeparated.suffixes)
+
+
+def _reader(name: str) -> tuple[str, Callable[[Path | StoredFile, str, int], Iterator[Record]]]:
+    """The kind of a file, and the function that reads it."""
+    if name.lower().endswith(Parquet.suffixes):
+        return "parquet", text_rows
+    if name.lower().endswith(CommaSeparated.suffixes):
+        return "csv", csv_rows
+    return "jsonl", lambda path, text_field, max_expansion: json_lines(path, max_expansion)
+
+
+def parse_streamed(raw: tuple[str, str, Any], text_field: str) -> tuple[str, Metadata]:
+    """The text and the metadata of a record. raw: the kind of its file, its place there, and what was read."""
+    kind, where, record = raw
+    try:
+        return PARSERS[kind](record, text_field)
+    except BadRecord as error:
+        raise BadRecord(f"{where}: {error}" if where else str(error)) from error
+
+
+def parse_stream_row(row: dict[str, Any], text_field: str) -> tuple[str, Metadata]:
+    """The text and the other fields of a row that are scalars or mappings of them."""
+    text = row[text_field]
     if not isinstance(text, str):
         raise BadRecord(f"field {text_field!r} is not a string")
-    kept = (str, int, float, bool, type(None), dict)
-    return text, {name: value for name, value in raw.items() if name != text_field and isinstance(value, kept)}
+    return text, {name: value for name, value in row.items() if name != text_field and _is_kept(value)}
 
 
-@SOURCES("tasks")
-class Tasks(Source):
-    """Generated examples of tasks. They depend only on the section."""
-
-    kind = "tasks"
-
-    def __init__(self, section: schema_data.TasksSource, max_expansion: int = 1) -> None:
-        self.section = section
-        self.parse = parse_example
-
-    def identity(self) -> list[Any]:
-        return [self.section.model_dump()]
-
-    def describe(self) -> str:
-        return f"{self.section.documents:,} generated examples ({', '.join(self.section.tasks)})"
-
-    def parts(self) -> list[str]:
-        return ["tasks"]
-
-    def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
-        from cdrmix.data.tasks import generate
-
-        for number, (where, text, metadata) in enumerate(generate(self.section), 1):
-            yield Record(number, (text, {**metadata, "example": where}), len(text))
+def _is_kept(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_kept, value.values()))
+    return isinstance(value, str | int | float | None)
 
 
-@SOURCES("chat_tasks")
-class ChatTasks(Tasks):
-    """The examples of `Tasks` as conversations of a question and its answer, as JSON."""
-
-    kind = "chat_tasks"
-
-    def __init__(self, section: schema_data.ChatTasksSource, max_expansion: int = 1) -> None:
-        super().__init__(section)
-        self.parse = partial(parse_chat_example, section=section)
-
-
-def parse_chat_example(raw: tuple[str, Metadata], section: schema_data.ChatTasksSource) -> tuple[str, Metadata]:
-    """The conversation of a generated example as JSON, and the metadata of the example."""
-    text, metadata = raw
-    prompt = metadata["prompt"]
-    return _conversation(prompt, text.removeprefix(prompt), section).to_json(), metadata
-
-
-@SOURCES("task_preferences")
-class TaskPreferences(Tasks):
-    """The examples of `Tasks` as pairs: the right answer, and that of the next example of the task with another one.
-
-    Examples without such a later example are left out.
-    """
-
-    kind = "task_preferences"
-
-    def __init__(self, section: schema_data.TaskPreferencesSource, max_expansion: int = 1) -> None:
-        super().__init__(section)
-        self.parse = partial(parse_preference, section=section)
-
-    def records(self, part: str, checkpoint: Any = None) -> Iterator[Record]:
-        waiting: dict[str, list[Record]] = {}  # of each task its last examples, which have the same answer
-        for record in super().records(part):
-            text, metadata = record.raw
-            earlier = waiting.setdefault(metadata["task"], [])
-            if earlier and earlier[0].raw[1]["answer"] != metadata["answer"]:
-                rejected = text.removeprefix(metadata["prompt"])
-                for other in earlier:
-                    yield Record(other.number, (*other.raw, rejected), other.size + len(rejected))
-                earlier.clear()
-            earlier.append(record)
-
-
-def parse_preference(
-    raw: tuple[str, Metadata, str], section: schema_data.TaskPreferencesSource
-) -> tuple[str, Metadata]:
-    """The pair of a generated example and another answer as JSON, and the metadata of the example."""
-    text, metadata, rejected = raw
-    prompt = metadata["prompt"]
-    answers = (text.removeprefix(prompt), rejected)
-    return Pair(*(_conversation(prompt, answer, section) for answer in answers)).to_json(), metadata
-
-
-def _conversation(prompt: str, answer: str, section: schema_data.Turns) -> Conversation:
-    turns = [{"role": "user", "content": prompt.strip()}, {"role": "assistant", "content": answer.strip()}]
-    return Conversation(messages_of(turns, section))
-
-
-def parse_example(raw: tuple[str, Metadata]) -> tuple[str, Metadata]:
-    """Returns the text and metadata of a generated example unchanged."""
-    return raw
+PARSERS: dict[str, Callable[[Any, str], tuple[str, Metadata]]] = {
+    "jsonl": parse_json,
+    "csv": parse_row,
+    "parquet": parse_cells,
+    "row": parse_stream_row,
+}

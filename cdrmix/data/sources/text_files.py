@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import platform
+import re
 import sysconfig
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+
+from resiliparse.parse.encoding import map_encoding_to_html5
 
 from cdrmix.config import schema_data
 from cdrmix.data.sources import files
@@ -24,6 +28,12 @@ from cdrmix.data.sources.base import (
 )
 from cdrmix.data.sources.files import DAMAGED_STREAM, open_bytes, read_at_most, reading, walk
 from cdrmix.errors import CorpusError
+
+HTML_COMMENT = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
+DECLARED_ENCODING = re.compile(
+    rb"""<(?:meta\b[^>]*?[\s"';]charset|\?xml\b[^>]*?\sencoding)\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE
+)
+DECLARATION_BYTES = 4096  # of a page, in which its encoding is looked for
 
 
 @SOURCES("stdlib")
@@ -98,10 +108,14 @@ class PlainText(FileSource):
 
 @SOURCES("html")
 class Html(PlainText):
-    """HTML files in UTF-8, one document each. The files of a folder with a suffix of HTML files are read."""
+    """HTML files, one document each. The files of a folder with a suffix of HTML files are read."""
 
     kind = "html"
     suffixes = (".html", ".htm", ".xhtml", ".html.gz", ".htm.gz", ".html.zst", ".htm.zst")
+
+    def __init__(self, section: schema_data.HtmlSource, max_expansion: int) -> None:
+        super().__init__(section, max_expansion)
+        self.parse = parse_html
 
 
 def parse_text(raw: bytes) -> tuple[str, Metadata]:
@@ -113,3 +127,28 @@ def parse_text(raw: bytes) -> tuple[str, Metadata]:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise BadRecord(f"line {line}: {invalid_utf8(error)}") from error
+
+
+def parse_html(raw: bytes) -> tuple[str, Metadata]:
+    """The text of a page: in UTF-8 where it is that, otherwise in the encoding of its byte order mark or that it
+    declares (WHATWG "Encoding": ISO-8859-1 means windows-1252).
+    """
+    if len(raw) > files.MAX_RECORD_BYTES:
+        raise BadRecord(over_long_message())
+    declared = DECLARED_ENCODING.search(HTML_COMMENT.sub(b"", raw[:DECLARATION_BYTES]))
+    name = declared[1].decode() if declared else ""
+    encoding = map_encoding_to_html5(name.lower(), fallback_utf8=False) if name else None
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        name = encoding = "utf-16"
+    # Text in ISO-2022-JP is ASCII with escape sequences, so it is UTF-8 too.
+    elif encoding is None or not encoding.startswith("iso2022"):
+        try:
+            return parse_text(raw)
+        except BadRecord as error:
+            if encoding is None or encoding.startswith("utf"):
+                found = f"; it declares {name!r}" if name else ", and it declares no other encoding"
+                raise BadRecord(f"{error}{found}") from error
+    try:
+        return raw.decode(encoding), {}
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"is not in the encoding that it declares, {name!r}: {error}") from error
