@@ -399,6 +399,34 @@ MUTATIONS = (
         "rows.reshape(self.world_size, -1, self.micro_batch_rows)[self.rank]",
         ("tests/data/test_loader.py",),
     ),
+    Mutation(
+        "Parquet: nulls that the schema added stay",
+        "cdrmix/data/sources/parquet_files.py",
+        "json_value(value[name], of) for name, of in fields.items() if value[name] is not None",
+        "json_value(value[name], of) for name, of in fields.items()",
+        ("tests/data/test_containers.py::test_conversations",),
+    ),
+    Mutation(
+        "CSV: a row longer than the header is cut",
+        "cdrmix/data/sources/tables.py",
+        "    if len(row) > len(header):  #",
+        "    if False:  #",
+        ("tests/data/test_containers.py::test_a_text_is_not_cut_at_a_comma_without_quotes",),
+    ),
+    Mutation(
+        "Parquet: what a batch expands to is not bounded",
+        "cdrmix/data/sources/parquet_files.py",
+        "        self._left -= int(sizes.sum())\n        if self._left < 0:",
+        "        self._left -= int(sizes.sum())\n        if False:",
+        ("tests/data/test_containers.py::test_what_a_parquet_file_expands_to_is_bounded",),
+    ),
+    Mutation(
+        "special tokens in names of fields are tokens",
+        "cdrmix/data/sources/conversations.py",
+        'name if name in ("role", "content") else change(name): value',
+        "name: value",
+        ("tests/data/test_chat.py::test_special_tokens_in_names_of_fields_stay_text",),
+    ),
     # model
     Mutation(
         "RWKV-7: the token shift reads over the border of a document",
@@ -596,7 +624,7 @@ MUTATIONS = (
     Mutation(
         "personal data: the metadata in the report keep theirs",
         "cdrmix/data/pipeline/reading.py",
-        "value = scrub(value, pii)[0] if pii and len(value) <= META_CHARACTERS else value",
+        "value = writable(value, pii) if len(value) <= META_CHARACTERS else value",
         "value = str(value)",
         ("tests/data/test_pipeline.py::test_no_personal_data_in_the_report",),
     ),
