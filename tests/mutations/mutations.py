@@ -423,8 +423,8 @@ MUTATIONS = (
     Mutation(
         "special tokens in names of fields are tokens",
         "cdrmix/data/sources/conversations.py",
-        'name if name in ("role", "content") else change(name): value',
-        "name: value",
+        "        return {change(key): _mapped(item, change) for key, item in value.items()}",
+        "        return {key: _mapped(item, change) for key, item in value.items()}",
         ("tests/data/test_chat.py::test_special_tokens_in_names_of_fields_stay_text",),
     ),
     # model
