@@ -170,7 +170,7 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     train = add(
-        "train", commands.train, "run everything: prepare the text, train, evaluate, export, report", config=True
+        "train", commands.train, "run everything: prepare the text, train, evaluate, export, report", config=False
     )
     train.add_argument(
         "--nproc", type=positive_integer, default=1, metavar="N", help="number of processes on this machine"
@@ -183,8 +183,13 @@ def parser() -> argparse.ArgumentParser:
     text = "where the processes of all machines meet: a name of machine 0 and a free port of it"
     train.add_argument("--rendezvous", metavar="HOST:PORT", help=text)
     train.add_argument(
-        "--resume", metavar="auto|PATH", help="continue a run: auto is the newest unfinished run of this configuration"
+        "--resume",
+        metavar="auto|PATH",
+        help="continue a run: auto is the newest unfinished run of this configuration; with a path, --config is by "
+        "default the configuration of that run",
     )
+    text = "with --resume RUN: continue it with this value, such as train.steps=2000; may be repeated"
+    train.add_argument("--extend", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = (
         "print the plan of the run on this machine and stop; exit code 2 if it does not fit, 3 if the text is missing"
     )

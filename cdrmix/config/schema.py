@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
@@ -480,9 +480,13 @@ class Config(Section):
         (train.micro_batch_parts). The origin of a value (inherited, override, autosizer, default) and the order of the
         keys do not matter.
         """
+        return hashlib.sha256(json.dumps(self.hashed(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def hashed(self) -> dict[str, Any]:
+        """The keys that `hash` depends on, as plain data."""
         data = self.model_dump(mode="json", exclude=NOT_HASHED)
         data["train"] |= MEMORY
         data["train"]["micro_batch_rows"] *= self.train.micro_batch_parts
         del data["ablation"]  # each arm of an ablation is a configuration of its own
         leave_out_added(data)
-        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return data

@@ -83,6 +83,32 @@ def test_auto_resume_takes_the_newest_unfinished_run_of_this_configuration(confi
     assert found.path == runs[2].path
 
 
+def test_auto_resume_begins_no_second_run_beside_one_that_is_active(config: Config) -> None:
+    older, active = RunFolder.create(config), RunFolder.create(config)
+    (older.checkpoints / "latest").write_text("step-00000003\n")
+    with active.locked(), pytest.raises(ConfigError, match=f"another process is working on {active.path}"):
+        RunFolder.resume(config, "auto")
+    active.update_summary({"finished": True})
+    with active.locked():  # it is exported
+        found = RunFolder.resume(config, "auto")
+    assert found is not None
+    assert found.path == older.path
+
+
+@pytest.mark.parametrize("file", ["state.json", "SHA256SUMS"])
+def test_what_has_a_configuration_but_is_no_run(config: Config, file: str) -> None:
+    run = RunFolder.create(config)
+    folder = run.checkpoints / "step-00000003"
+    folder.mkdir()
+    for name in (file, "config_snapshot.yaml"):
+        (folder / name).write_text("")
+    what = {"state.json": "a checkpoint", "SHA256SUMS": "an exported model"}[file]
+    with pytest.raises(ConfigError, match=f"is {what}, not a run folder; the run is {run.path}"):
+        RunFolder.resume(config, str(folder))
+    with pytest.raises(ConfigError, match=f"it has no config_snapshot.yaml; the run is {run.path}"):
+        RunFolder.open(run.checkpoints)
+
+
 def test_resuming_another_configuration_is_refused(config: Config, tmp_path: Path) -> None:
     run = RunFolder.create(config)
     other = config.model_copy(update={"train": config.train.model_copy(update={"steps": 7})})
@@ -91,6 +117,18 @@ def test_resuming_another_configuration_is_refused(config: Config, tmp_path: Pat
     assert resumed.path == run.path
     with pytest.raises(ConfigError, match="the configuration hash"):
         RunFolder.resume(other, str(run.path))
+    for override, key, before, here in (
+        ("train.steps=77", "train.steps", config.train.steps, 77),
+        ("run.seed=5", "run.seed", 1, 5),
+        ("data.source={kind: jsonl, paths: [x]}", "data.source.kind", "null", "jsonl"),
+        ("train.ema_decay=0.5", "train.ema_decay", "null", 0.5),
+        ("train.skip.spike=6", "train.skip.spike", "null", 6.0),  # a key that came later: null is not in the hash
+        ("train.micro_batch_parts=2", "train.micro_batch_parts", 1, 2),  # the hash has their product with the rows
+    ):
+        with pytest.raises(ConfigError, match=r"--extend KEY=VALUE") as raised:
+            RunFolder.resume(Config.from_yaml(TINY, [override, "run.name=another"]), str(run.path))
+        assert f"  {key}: {before} in the run, {here} here\n" in str(raised.value)
+        assert "run.name" not in str(raised.value)  # that may be another one
     with pytest.raises(ConfigError, match="not a run folder"):
         RunFolder.resume(config, str(tmp_path / "nowhere"))
 
@@ -107,8 +145,11 @@ def test_a_run_goes_on_under_other_values_of_what_decides_no_weight(config: Conf
         assert Config.from_yaml(run.config_snapshot).hash() == run.summary()["config_hash"]
     assert run.summary()["name"] == "other"
     first, second = run.log.read_text().splitlines()
-    assert first.endswith("which may change in a run: name: other, cache: elsewhere, keep_last: 1")
-    assert second.endswith("which may change in a run: log_every: 3, wandb: true")
+    cache = config.data.cache
+    assert first.endswith(
+        f"in a run: run.name: run -> other, data.cache: {cache} -> elsewhere, train.keep_last: 2 -> 1"
+    )
+    assert second.endswith("which may change in a run: train.log_every: 10 -> 3, logging.wandb: false -> true")
     RunFolder.resume(other, "auto")
     assert len(run.log.read_text().splitlines()) == 2  # nothing to say when nothing changed
     with run.locked(), pytest.raises(ConfigError, match="another process"):
