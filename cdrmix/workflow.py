@@ -220,7 +220,7 @@ def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> Shard
         {
             "corpus": {
                 "source": config.data.source_kinds(),
-                "shards": str(shards.path),
+                "shards": str(shards.path.absolute()),  # for evaluations in another folder
                 "index_sha256": sha256_file(shards.path / "index.json"),
                 "tokenizer_sha256": shards.tokenizer_fingerprint,
                 **shards.report,

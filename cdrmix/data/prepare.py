@@ -128,12 +128,7 @@ def content_key(
     config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None, renderers: dict[str, Renderer]
 ) -> str:
     """SHA-256, hexadecimal, of everything that determines the shards. The text itself is not read."""
-    data = config.data.model_dump(exclude=NOT_IN_CONTENT_KEY)
-    for domain in (data["domains"] or {}).values():
-        del domain["max_epochs"]
-    # The shards tell the parts of the loss apart, and the training weights them.
-    data["objectives"] |= {"weights": config.data.objectives.weights is not None or None, "normalise": "mean_of_tokens"}
-    leave_out_added({"data": data})
+    data = _keys_of_text(config)
     data["tokenizer"] = content_of(data["tokenizer"], tokenizer)
     content = {
         "format": [shards.FORMAT, PIPELINE, urls.RULES_VERSION],
@@ -146,6 +141,22 @@ def content_key(
     if renderers:
         content["renderers"] = {name: renderer.identity() for name, renderer in renderers.items()}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def same_text(config: Config, other: Config) -> bool:
+    """Whether all keys that determine the shards are the same. What is in the files that they name is not compared."""
+    sizes = {each.model.vocab_size for each in (config, other)}
+    return len(sizes) == 1 and _keys_of_text(config) == _keys_of_text(other)
+
+
+def _keys_of_text(config: Config) -> dict[str, Any]:
+    data = config.data.model_dump(exclude=NOT_IN_CONTENT_KEY)
+    for domain in (data["domains"] or {}).values():
+        del domain["max_epochs"]
+    # The shards tell the parts of the loss apart, and the training weights them.
+    data["objectives"] |= {"weights": config.data.objectives.weights is not None or None, "normalise": "mean_of_tokens"}
+    leave_out_added({"data": data})
+    return data
 
 
 def build(

@@ -88,6 +88,39 @@ def test_eval_prints_the_run_s_own_figures(finished: RunFolder, capsys: pytest.C
     assert "Held-out text by domain" not in finished.report.read_text()
 
 
+def test_eval_takes_the_shards_of_the_run_wherever_it_is_called(
+    arguments: Arguments,
+    toy_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lifecycle, "_after_training", lambda *_: None)
+    shutil.copytree(toy_text, "text")
+    here = ("run.root=runs", "data.cache=cache", "data.source.paths=[text]")
+    assert main(["train", *arguments(*here, "train.steps=2")]) == 0
+    (run,) = (path.absolute() for path in Path("runs").iterdir())
+    capsys.readouterr()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    outputs = []
+    for more in ([], ["run.threads=2"], ["data.workers=2", "run.name=x"], ["train.micro_batch_rows=2", "data.cache=y"]):
+        assert main(["eval", "--model", str(run), "--json", *more]) == 0
+        captured = capsys.readouterr()
+        assert "Preparing" not in captured.err, more
+        outputs.append(captured.out)
+    assert len(set(outputs[:3])) == 1
+    assert not list(elsewhere.iterdir())
+    # Moved shards are found in data.cache; without them the text is prepared again, and it is not here.
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    assert main(["eval", "--model", str(run), "--json", f"data.cache={tmp_path / 'moved'}"]) == 0
+    assert capsys.readouterr().out == outputs[0]
+    assert main(["eval", "--model", str(run), "--json"]) == 3
+    assert "text" in capsys.readouterr().err
+
+
 def test_eval_reads_other_text_with_the_model_s_tokenizer(
     arguments: Arguments, workspace: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
