@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 import torch
 
 from cdrmix.config.schema import Config, Model
+from cdrmix.data.pipeline.executor import refuse_in_import
 from cdrmix.data.prepare import chat_template, prepare
 from cdrmix.data.shards import ShardSet, open_shards
 from cdrmix.durable import sha256_file
@@ -82,6 +83,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     the steps, records and checkpoints of both stages. The last line that is printed is the path of the run folder.
     The settings of the process are those of the configuration during the run, and its own afterwards.
     """
+    refuse_in_import()
     if not isinstance(config, Config):
         raise ConfigError(f"config must be a cdrmix.Config, for example of Config.from_yaml(path); found {config!r}")
     if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):

@@ -38,7 +38,7 @@ from cdrmix.data.pipeline.encoding import (
     held_out_threshold,
     training_texts,
 )
-from cdrmix.data.pipeline.executor import make_executor
+from cdrmix.data.pipeline.executor import make_executor, refuse_in_import
 from cdrmix.data.pipeline.reading import Cleaning, Part, Quota, Unit, grouped, read_unit, units
 from cdrmix.data.pipeline.stages import Progress, Say, StageRunner, exclusive_lock, remove_stale_folders
 from cdrmix.data.pipeline.stats import PipelineStats
@@ -67,6 +67,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     Raises CorpusError, VocabularyError, ConfigError (a missing tokenizer file, an unknown rule), ShardError (damaged
     shards), DiskFullError, OutOfMemoryError.
     """
+    refuse_in_import()
     if not isinstance(config, Config):
         raise ValueError(f"config must be a cdrmix.Config; found {type(config).__name__}")
     data = config.data
