@@ -25,8 +25,10 @@ def train(options: argparse.Namespace) -> int:
         if options.resume:
             raise ConfigError("--dry-run plans a new run; remove --resume")
         from cdrmix.data.prepare import open_inputs
+        from cdrmix.plan.disk import check_disk
 
         status = _print_plan(config, None, processes, False)
+        check_disk(config, None, lambda text: print(text, file=sys.stderr))
         open_inputs(config)  # a missing input would stop the run too
         _check_start(config, processes)
         return status

