@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_data import Tokenizer
@@ -222,7 +222,7 @@ def evaluate_suites(
 
     def scored() -> DocumentScores:
         shards, config = prepared()
-        return score_documents(loaded.loss_model(), shards.valid, **_rows(config))
+        return score_documents(loaded.loss_model(), shards.valid, **_rows(config), say=to_standard_error)
 
     subject = Subject(
         str(model),
@@ -329,12 +329,22 @@ def evaluate_harness(
 
 
 def measure(loaded: Trained, shards: ShardSet, config: Config) -> HeldOut:
-    """The results of a model on the held-out split of shards."""
-    return held_out(loaded.loss_model(), shards.valid, **_rows(config))
+    """The results of a model on the held-out split of shards, on evaluation.max_tokens of it at most."""
+    return held_out(loaded.loss_model(), shards.valid, **_rows(config), say=to_standard_error)
 
 
-def _rows(config: Config) -> dict[str, int]:
-    return {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
+def _rows(config: Config) -> _Rows:
+    return {
+        "row_length": config.data.row_length,
+        "micro_batch_rows": config.train.micro_batch_rows,
+        "max_tokens": config.evaluation.max_tokens,
+    }
+
+
+class _Rows(TypedDict):
+    row_length: int
+    micro_batch_rows: int
+    max_tokens: int | None
 
 
 def to_standard_error(text: str) -> None:

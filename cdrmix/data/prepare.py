@@ -489,7 +489,8 @@ def summary(report: dict[str, Any]) -> str:
     return (
         f"{report['documents']:,} documents, {report['text_bytes'] / 1e6:,.2f} MB, {report['tokens']:,} tokens "
         f"({report['bytes_per_token']:.2f} bytes each), {report['rows']:,} rows of {report['row_length']} "
-        f"({report['padding_share']:.1%} filling); {report['held_out_share']:.1%} of documents held out "
+        f"({report['padding_share']:.1%} filling); {report['held_out_share']:.1%} of documents and "
+        f"{report['valid']['tokens'] / report['tokens']:.1%} of tokens held out "
         f"({report['held_out_near_duplicates']} of them nearly equal to a training document); "
         f"{sum(report['filtered'].values()):,} documents filtered, {report['bad_records']} bad records"
     )

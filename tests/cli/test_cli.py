@@ -121,6 +121,44 @@ def test_eval_takes_the_shards_of_the_run_wherever_it_is_called(
     assert "text" in capsys.readouterr().err
 
 
+def test_a_bounded_evaluation_reads_a_part_and_tells_its_progress(
+    finished: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdrmix.eval.countdown.INTERVAL", 0.0)
+    whole = finished.summary()["held_out"]
+    model = ["eval", "--model", str(finished.path), "--json"]
+    found = []
+    for more in ([], ["evaluation.max_tokens=33"], ["evaluation.max_tokens=1"], ["evaluation.max_tokens=1000000"]):
+        assert main([*model, "train.micro_batch_rows=1", *more]) == 0
+        captured = capsys.readouterr()
+        found.append(json.loads(captured.out))
+        told = "held-out rows are read (evaluation.max_tokens)" in captured.err
+        assert told == (found[-1]["tokens"] < whole["tokens"])
+        assert ("held-out text: 50%, 0:00 left" in captured.err) == (not told)
+    assert found[0] == found[3] == whole
+    assert found[1] == found[2]  # one row
+    assert 0 < found[1]["tokens"] <= 32
+    assert found[1]["text_bytes"] < whole["text_bytes"]
+    assert found[1]["gzip9_bits_per_byte"] > whole["gzip9_bits_per_byte"]  # of this text too, which is shorter
+    assert main([*model, "evaluation.max_tokens=33", "train.micro_batch_rows=1", "--suite", "domains"]) == 0
+    captured = capsys.readouterr()
+    assert "1 of 2 held-out rows" in captured.err
+    (suite,) = json.loads(captured.out)
+    assert suite["measures"][0]["value"] == pytest.approx(found[1]["bits_per_byte"])
+
+
+def test_the_share_of_held_out_tokens_is_told(
+    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = arguments(f"data.cache={tmp_path}")
+    assert main(["data", "prepare", *where]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads((Path(lines[-1]) / "index.json").read_text())["report"]
+    share = report["valid"]["tokens"] / report["tokens"]
+    assert f"{report['held_out_share']:.1%} of documents and {share:.1%} of tokens held out" in lines[-2]
+    assert f"of documents held out, {share:.1%} of tokens" in (Path(lines[-1]) / "report" / "report.html").read_text()
+
+
 def test_eval_reads_other_text_with_the_model_s_tokenizer(
     arguments: Arguments, workspace: Path, finished: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
