@@ -62,6 +62,7 @@ from cdrmix.training.faults import memory_guard_after_training
 from cdrmix.training.launch import check_processes, note_run
 from cdrmix.training.mirror_thread import MirrorThread, check_mirror, mirroring
 from cdrmix.training.restore import find_run
+from cdrmix.training.retention import sweep, sweep_root
 from cdrmix.training.stage_a import train
 from cdrmix.training.starting import check_start
 from cdrmix.training.trackers import check_trackers, log_evaluations
@@ -114,6 +115,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.locked()))
+        _first_process(world, lambda: sweep(run.checkpoints))
         mirror = stack.enter_context(mirroring(config, run))
         if config.kind == "reasoning" and not stage_b:
             run.say(STAGE_A_ONLY)
@@ -188,6 +190,7 @@ def _first_process(world: DistributedContext, action: Callable[[], Item]) -> Ite
 
 def _run_folder(config: Config, resume: str | None, world: DistributedContext) -> RunFolder:
     def choose() -> Path:
+        sweep_root(Path(config.run.root).expanduser())
         run = find_run(config, resume, to_standard_error) if resume else None
         if run is not None:
             check_disk(config, run.path, run.say)
