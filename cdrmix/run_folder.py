@@ -20,6 +20,7 @@ from cdrmix.durable import disk_guard, lock_file, write_atomically
 from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError
 
 EXTENSIONS = "extensions.jsonl"
+RECORDED = "recorded_step"  # key of metrics.json
 PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors", "pydantic", "triton", "numba")
 
 
@@ -430,12 +431,15 @@ class RunFolder:
     def drop_metrics_after(self, step: int) -> int:
         """Removes the rows of metrics.jsonl after `step`, so that a resumed run has each step once.
 
-        Returns the number of removed rows. An incomplete last line counts as one.
+        Returns the number of removed rows. An incomplete last line counts as one. metrics.json then has the last step
+        that was recorded before: trackers have got it.
         """
         if not self.writes or not self.metrics_jsonl.exists():
             return 0
         lines = self.metrics_jsonl.read_text(encoding="utf-8", errors="replace").splitlines()
-        kept = [row for row in read_metrics(self.metrics_jsonl) if row["step"] <= step]
+        rows = read_metrics(self.metrics_jsonl)
+        kept = [row for row in rows if row["step"] <= step]
+        self.update_summary({RECORDED: max((row["step"] for row in rows), default=0)})
         write_atomically(self.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in kept))
         return len(lines) - len(kept)
 

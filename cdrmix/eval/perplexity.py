@@ -176,14 +176,14 @@ def baselines(split: Split, rows: Array | None = None, say: Say = lambda line: N
 
     rows: int64 [rows]; None: all. say: receives progress.
     """
-    if rows is not None or split.weighted:
-        counts, texts = np.zeros(split.vocab_size, np.int64), []
+    if rows is None and not split.weighted:
+        counts, size, texts = split.token_counts(), split.text_bytes, split.text()
+    else:
+        counts, pieces = np.zeros(split.vocab_size, np.int64), list[bytes]()
         for ids, text in split.trained_text(rows):
             counts += np.bincount(ids, minlength=split.vocab_size)
-            texts.append(text)
-        size = sum(map(len, texts))
-    else:
-        counts, texts, size = split.token_counts(), split.text(), split.text_bytes
+            pieces.append(text)
+        size, texts = sum(map(len, pieces)), iter(pieces)
     gzip9, zstd19 = compressed_bits_per_byte(counted(texts, size, "gzip -9 and zstd -19", say, len), size)
     return Baselines(unigram_bits_per_byte(counts, size), gzip9_bits_per_byte=gzip9, zstd19_bits_per_byte=zstd19)
 

@@ -296,8 +296,11 @@ def test_tensorboard_gets_every_scalar_and_is_closed(config: Config, monkeypatch
     closed: list[str] = []
 
     class SummaryWriter:
-        def __init__(self, folder: str) -> None:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
             self.folder = folder
+            Path(folder).mkdir(exist_ok=True)
+            if purge_step is not None:  # as TensorBoard does when it reads
+                written[:] = [each for each in written if each[2] < purge_step]
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
             written.append((name, value, step))
@@ -317,6 +320,17 @@ def test_tensorboard_gets_every_scalar_and_is_closed(config: Config, monkeypatch
     assert written == [(name, value, 3) for name, value in scalars(validated).items()]
     assert ("valid_domains/web", 2.1, 3) in written
     assert closed == [str(run.path / "tensorboard")]
+    # Killed after step 6, resumed from step 4; then it goes back to step 5.
+    with Trackers(run, config) as trackers:
+        for step in (4, 5, 6):
+            trackers.on_record(record(step))
+    run.drop_metrics_after(4)
+    with Trackers(run, config) as trackers:
+        for step in (5, 6, 7, 6, 7, 8):
+            trackers.on_record(record(step, loss=step + 0.25))
+    assert [step for name, _, step in written if name == "loss"] == [3, 4, 5, 6, 7, 8]
+    assert ("loss", 5.25, 5) in written
+    assert len(closed) == 4
 
 
 def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +347,7 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
         setattr(mlflow, name, function)
     wandb = types.ModuleType("wandb")
     own = types.SimpleNamespace(
-        log=lambda values, step=None: logged.append((step or values["eval/step"], values)),
+        log=lambda values: logged.append((values.get("step") or values["eval/step"], values)),
         finish=lambda: ended.append("wandb"),
         define_metric=lambda name, step_metric: None,
     )
@@ -344,7 +358,7 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
     run = RunFolder.create(config)
     with Trackers(run, config) as trackers:
         trackers.on_record(record(3))
-    assert logged == [(3, scalars(record(3)))] * 2
+    assert logged == [(3, {"step": 3, **scalars(record(3))}), (3, scalars(record(3)))]
     assert logged[0][1]["router/entropy_bits/layer1"] == 2.8
     assert "valid_loss" not in logged[0][1]
     assert sorted(ended) == ["mlflow", "wandb"]
@@ -356,6 +370,24 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
         trackers.on_record(record(4))
     assert (2, {"eval/code/pass_1": 0.5}) in logged  # MLflow refuses the character @
     assert (2, {"eval/step": 2, "eval/code/pass@1": 0.5}) in logged
+    # Killed after step 6, resumed from step 4: the services have the records of steps 5 and 6.
+    with Trackers(run, config) as trackers:
+        for step in (5, 6):
+            trackers.on_record(record(step))
+    run.drop_metrics_after(4)
+    with Trackers(run, config) as trackers:
+        for step in (5, 6, 7, 6, 7):  # and it goes back to step 5
+            trackers.on_record(record(step))
+    for service in ("step" in values for values in (scalars(record(1)), {"step": 1})):
+        found = [step for step, values in logged if "loss" in values and ("step" in values) == service]
+        assert found == [3, 4, 5, 6, 7, 7]
+    # A service that the run had not before gets every record.
+    run.update_summary({"trackers": ["mlflow"]})
+    logged.clear()
+    run.drop_metrics_after(6)
+    with Trackers(run, config) as trackers:
+        trackers.on_record(record(7))
+    assert [values.get("step") for _, values in logged] == [7]
 
 
 def test_amounts_and_durations_read_well() -> None:
