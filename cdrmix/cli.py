@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib.util
 import os
 import sys
 import traceback
@@ -110,6 +111,15 @@ def _run(arguments: Sequence[str]) -> int:
             raise
         message = f"cdrmix: error: cannot use {error.filename}: {error.strerror}"
         return _fail(ConfigError.exit_code, message, show_traceback)
+    except ModuleNotFoundError as error:
+        package = (error.name or "cdrmix").partition(".")[0]
+        if package == "cdrmix" or package in sys.stdlib_module_names or _is_installed(package):
+            raise
+        message = (
+            f"cdrmix: error: the package {package}, which this command needs, is not installed for {sys.executable}: "
+            "install cdrmix again with its dependencies, or the package by pip"
+        )
+        return _fail(ConfigError.exit_code, message, show_traceback)
     except RuntimeError as error:
         if not launch.lost_peer(error):
             raise
@@ -130,6 +140,13 @@ def _fail(status: int, message: str, show_traceback: bool, *, agreed: bool = Fal
         return 0 if agreed else status
     print(escape_unprintable(message), file=sys.stderr)
     return status
+
+
+def _is_installed(package: str) -> bool:
+    # An imported module may have no spec, for which find_spec raises.
+    return sys.modules.get(package) is not None or (
+        package not in sys.modules and importlib.util.find_spec(package) is not None
+    )
 
 
 def _overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import math
 import os
@@ -421,6 +422,30 @@ def test_a_place_that_cannot_be_used_is_a_mistake_with_a_message(
     monkeypatch.setattr(lifecycle, "export_to", refuse)
     assert main(["export", "--model", "RUN", "--out", "place"]) == 2
     assert capsys.readouterr().err == f"cdrmix: error: cannot use place: {os.strerror(number)}\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [("numba", True), ("absent_package.part", True), ("cdrmix.absent", False), ("json.absent", False)],
+)
+def test_a_package_that_is_not_installed_is_one_sentence(
+    arguments: Arguments,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    missing: bool,
+) -> None:
+    if module == "numba":
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
+    monkeypatch.setattr("cdrmix.workflow.run_all", lambda *_: importlib.import_module(module))
+    if not missing:
+        with pytest.raises(SystemExit) as left:
+            main(["train", *arguments()])
+        assert left.value.code == 70
+        return
+    assert main(["train", *arguments()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the package {module.partition('.')[0]}, which this command needs, is not installed for" in line
 
 
 def test_what_nobody_foresaw_is_not_taken_for_an_answer(
