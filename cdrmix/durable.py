@@ -55,6 +55,20 @@ def only_process(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
+def remove_remains(target: Path) -> None:
+    """Removes `.NAME.PROCESS.tmp` beside a target: what killed processes that made it have left.
+
+    What is of running processes is kept.
+    """
+    for remains in target.parent.glob(f".{target.name}.*.tmp"):
+        process = remains.name.split(".")[-2]
+        if process == str(os.getpid()) or not Path(f"/proc/{process}").exists():
+            if remains.is_dir():
+                shutil.rmtree(remains, ignore_errors=True)
+            else:
+                remains.unlink(missing_ok=True)
+
+
 def sync_file(path: Path) -> None:
     """Flushes a written file to the disk (fsync): its contents survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)

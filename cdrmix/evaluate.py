@@ -60,7 +60,7 @@ def _text_of(
         raise ConfigError(f"{model} is not of cdrmix, so it has no text of its own: name a configuration by --config")
     folder = _folder(model)
     config = Config.from_yaml(config_path or folder / "config_snapshot.yaml", overrides)
-    if same_text(config, loaded.config):
+    if not is_plain(model) and same_text(config, loaded.config):
         if (own := _own_shards(model, config)) is not None:
             return own, config
         if _base_exists(config):

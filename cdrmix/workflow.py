@@ -20,7 +20,7 @@ from cdrmix.config.schema import Config, Model
 from cdrmix.data.pipeline.executor import refuse_in_import
 from cdrmix.data.prepare import chat_template, prepare
 from cdrmix.data.shards import ShardSet, open_shards
-from cdrmix.durable import sha256_file
+from cdrmix.durable import remove_remains, sha256_file
 from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, ExportMismatchError
 from cdrmix.eval.changes import changes, text_table
 from cdrmix.evaluate import held_out_table, measure, to_standard_error
@@ -167,6 +167,7 @@ def _make_base(config: Config, world: DistributedContext) -> None:
     def copy() -> None:
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove_remains(target)
         shutil.copytree(export, temporary)
         temporary.rename(target)
         to_standard_error(f"The model of {made_by} is in {target}")
