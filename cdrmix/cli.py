@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib.util
 import os
 import sys
 import traceback
@@ -109,6 +110,15 @@ def _run(arguments: Sequence[str]) -> int:
             raise
         message = f"cdrmix: error: cannot use {error.filename}: {error.strerror}"
         return _fail(ConfigError.exit_code, message, show_traceback)
+    except ModuleNotFoundError as error:
+        package = (error.name or "cdrmix").partition(".")[0]
+        if package == "cdrmix" or package in sys.stdlib_module_names or _is_installed(package):
+            raise
+        message = (
+            f"cdrmix: error: the package {package}, which this command needs, is not installed for {sys.executable}: "
+            "install cdrmix again with its dependencies, or the package by pip"
+        )
+        return _fail(ConfigError.exit_code, message, show_traceback)
     except RuntimeError as error:
         if not launch.lost_peer(error):
             raise
@@ -124,6 +134,13 @@ def _fail(status: int, message: str, show_traceback: bool, *, agreed: bool = Fal
         return 0 if agreed else status
     print(escape_unprintable(message), file=sys.stderr)
     return status
+
+
+def _is_installed(package: str) -> bool:
+    # An imported module may have no spec, for which find_spec raises.
+    return sys.modules.get(package) is not None or (
+        package not in sys.modules and importlib.util.find_spec(package) is not None
+    )
 
 
 def _overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
@@ -164,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     train = add(
-        "train", commands.train, "run everything: prepare the text, train, evaluate, export, report", config=True
+        "train", commands.train, "run everything: prepare the text, train, evaluate, export, report", config=False
     )
     train.add_argument(
         "--nproc", type=positive_integer, default=1, metavar="N", help="number of processes on this machine"
@@ -177,8 +194,13 @@ def parser() -> argparse.ArgumentParser:
     text = "where the processes of all machines meet: a name of machine 0 and a free port of it"
     train.add_argument("--rendezvous", metavar="HOST:PORT", help=text)
     train.add_argument(
-        "--resume", metavar="auto|PATH", help="continue a run: auto is the newest unfinished run of this configuration"
+        "--resume",
+        metavar="auto|PATH",
+        help="continue a run: auto is the newest unfinished run of this configuration; with a path, --config is by "
+        "default the configuration of that run",
     )
+    text = "with --resume RUN: continue it with this value, such as train.steps=2000; may be repeated"
+    train.add_argument("--extend", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = (
         "print the plan of the run on this machine and stop; exit code 2 if it does not fit, 3 if the text is missing"
     )

@@ -18,15 +18,17 @@ from cdrmix.training import launch
 
 
 def train(options: argparse.Namespace) -> int:
-    config = Config.from_yaml(options.config, options.overrides)
+    config = _training(options)
     nodes = launch.Nodes.of(options.nnodes, options.node_rank, options.rendezvous)
     processes = options.nproc * nodes.count
     if options.dry_run:
         if options.resume:
             raise ConfigError("--dry-run plans a new run; remove --resume")
         from cdrmix.data.prepare import open_inputs
+        from cdrmix.plan.disk import check_disk
 
         status = _print_plan(config, None, processes, False)
+        check_disk(config, None, lambda text: print(text, file=sys.stderr))
         open_inputs(config)  # a missing input would stop the run too
         _check_start(config, processes)
         return status
@@ -38,7 +40,8 @@ def train(options: argparse.Namespace) -> int:
         launch.check_processes(config, processes)
         arguments = ["train", *(["--resume", options.resume] if options.resume else [])]
         arguments += ["--traceback"] if options.traceback else []
-        arguments += ["--config", str(options.config), *options.overrides]
+        given = [] if options.config is None else ["--config", str(options.config)]
+        arguments += [*given, *options.overrides]
         status, message = launch.launch(options.nproc, arguments, nodes, restarts=options.max_restarts, config=config)
         if message:
             print(message, file=sys.stderr)
@@ -47,6 +50,28 @@ def train(options: argparse.Namespace) -> int:
 
     run_all(config, options.resume)
     return 0
+
+
+def _training(options: argparse.Namespace) -> Config:
+    """The configuration to train: of --config, or without it of the run to resume, extended by --extend."""
+    if options.extend:
+        if options.resume in (None, "auto") or options.config is not None or options.dry_run or options.nnodes > 1:
+            raise ConfigError(
+                "--extend continues one run with its own configuration, on one machine: use it with --resume RUN, "
+                "without --config, --dry-run and --nnodes"
+            )
+        from cdrmix.training.extension import extend
+
+        config = extend(options.resume, [*options.overrides, *options.extend])
+        options.overrides = []  # the run has them now
+        return config
+    if options.config is not None:
+        return Config.from_yaml(options.config, options.overrides)
+    if options.resume in (None, "auto"):
+        raise ConfigError("--config: needed, the configuration file; only with --resume RUN it may be left out")
+    from cdrmix.run_folder import RunFolder
+
+    return Config.from_yaml(RunFolder.open(options.resume).config_snapshot, options.overrides)
 
 
 def _check_start(config: Config, processes: int = 1) -> None:

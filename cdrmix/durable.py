@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,6 +53,20 @@ def only_process(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         wait_for_lock(file, waiting)
         yield
         path.unlink(missing_ok=True)
+
+
+def remove_remains(target: Path) -> None:
+    """Removes `.NAME.PROCESS.tmp` beside a target: what killed processes that made it have left.
+
+    What is of running processes is kept.
+    """
+    for remains in target.parent.glob(f".{target.name}.*.tmp"):
+        process = remains.name.split(".")[-2]
+        if process == str(os.getpid()) or not Path(f"/proc/{process}").exists():
+            if remains.is_dir():
+                shutil.rmtree(remains, ignore_errors=True)
+            else:
+                remains.unlink(missing_ok=True)
 
 
 def sync_file(path: Path) -> None:
@@ -119,6 +134,16 @@ def write_checksummed(path: Path, data: bytes) -> dict[str, Any]:
         return file.close()
     finally:
         file.discard()
+
+
+def free_bytes(folder: Path) -> int | None:
+    """The free bytes of the disk on which a folder is or will be; None if the disk does not tell them."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        usage = shutil.disk_usage(existing)
+    except OSError:
+        return None
+    return usage.free if usage.total else None  # some network drives have no size
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_data import Tokenizer
-from cdrmix.data.prepare import prepare
-from cdrmix.data.shards import ShardSet
+from cdrmix.data.prepare import prepare, same_text
+from cdrmix.data.shards import ShardSet, open_shards
+from cdrmix.durable import sha256_file
 from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.eval.changes import changes, text_table
 from cdrmix.eval.documents import DocumentScores, score_documents
@@ -29,6 +30,7 @@ from cdrmix.inference.load import SUMS, Loaded, Trained, pointed_checkpoint, rea
 from cdrmix.inference.sampling import Sampling
 from cdrmix.inference.text_model import TextModel
 from cdrmix.kernels.common.products import set_num_threads
+from cdrmix.run_folder import RunFolder
 
 
 def evaluate_model(
@@ -49,15 +51,22 @@ def evaluate_model(
 def _text_of(
     model: Path, loaded: Loaded | LoadedForeign, config_path: Path | None, overrides: Sequence[str]
 ) -> tuple[ShardSet, Config]:
-    """The prepared text of a model, or of config_path and overrides with its tokenizer, and the configuration."""
+    """The prepared text of a model, or of config_path and overrides with its tokenizer, and the configuration.
+
+    If no key that determines the text differs from those of the model, these are the shards of its run, as long as they
+    exist: other threads or rows prepare nothing again, and the working folder does not matter.
+    """
     if config_path is None and is_plain(model):
         raise ConfigError(f"{model} is not of cdrmix, so it has no text of its own: name a configuration by --config")
     folder = _folder(model)
     config = Config.from_yaml(config_path or folder / "config_snapshot.yaml", overrides)
-    if config.data == loaded.config.data and not (config_path or overrides) and _base_exists(config):
-        shards = prepare(config, say=to_standard_error)
-        if shards.tokenizer_fingerprint == loaded.tokenizer.fingerprint:
-            return shards, config
+    if not is_plain(model) and same_text(config, loaded.config):
+        if (own := _own_shards(model, config)) is not None:
+            return own, config
+        if _base_exists(config):
+            shards = prepare(config, say=to_standard_error)
+            if shards.tokenizer_fingerprint == loaded.tokenizer.fingerprint:
+                return shards, config
     tokenizer = Tokenizer(
         path=str(tokenizer_file(folder).resolve()),
         end_of_text=loaded.tokenizer.end_of_text,
@@ -68,6 +77,20 @@ def _text_of(
     section = loaded.model.section if isinstance(loaded, LoadedForeign) else loaded.config.model
     config = config.model_copy(update={"data": data, "model": section})
     return prepare(config, say=to_standard_error), config
+
+
+def _own_shards(model: Path, config: Config) -> ShardSet | None:
+    """The shards that the run of a model was trained on, where it recorded them or in data.cache; None without them."""
+    folder = _folder(model).resolve()
+    run = folder if (folder / "metrics.json").is_file() else folder.parent  # of an export in its run
+    corpus = RunFolder(run, writes=False).summary().get("corpus", {})
+    if not isinstance(corpus, dict) or not isinstance(recorded := corpus.get("shards"), str):
+        return None
+    for path in (Path(recorded), Path(config.data.cache).expanduser() / Path(recorded).name):
+        index = path / "index.json"
+        if index.is_file() and sha256_file(index) == corpus.get("index_sha256"):
+            return open_shards(path)
+    return None
 
 
 def _base_exists(config: Config) -> bool:
@@ -199,7 +222,7 @@ def evaluate_suites(
 
     def scored() -> DocumentScores:
         shards, config = prepared()
-        return score_documents(loaded.loss_model(), shards.valid, **_rows(config))
+        return score_documents(loaded.loss_model(), shards.valid, **_rows(config), say=to_standard_error)
 
     subject = Subject(
         str(model),
@@ -306,12 +329,22 @@ def evaluate_harness(
 
 
 def measure(loaded: Trained, shards: ShardSet, config: Config) -> HeldOut:
-    """The results of a model on the held-out split of shards."""
-    return held_out(loaded.loss_model(), shards.valid, **_rows(config))
+    """The results of a model on the held-out split of shards, on evaluation.max_tokens of it at most."""
+    return held_out(loaded.loss_model(), shards.valid, **_rows(config), say=to_standard_error)
 
 
-def _rows(config: Config) -> dict[str, int]:
-    return {"row_length": config.data.row_length, "micro_batch_rows": config.train.micro_batch_rows}
+def _rows(config: Config) -> _Rows:
+    return {
+        "row_length": config.data.row_length,
+        "micro_batch_rows": config.train.micro_batch_rows,
+        "max_tokens": config.evaluation.max_tokens,
+    }
+
+
+class _Rows(TypedDict):
+    row_length: int
+    micro_batch_rows: int
+    max_tokens: int | None
 
 
 def to_standard_error(text: str) -> None:

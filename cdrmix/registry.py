@@ -112,6 +112,12 @@ class Registry(Generic[Entry]):
         return sorted(self._entries)
 
 
+def registers(module: str) -> bool:
+    """Whether an entry of any registry is defined in the module of that name."""
+    tables = Registry._all.values()
+    return any(getattr(entry, "__module__", None) == module for table in tables for entry in table._entries.values())
+
+
 def registered(kind: str) -> list[str]:
     """The names that are registered so far under a kind, sorted. Empty if no module has created that registry yet.
 

@@ -14,10 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cdrmix.config.changes import Change, changes, difference, listed
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard, lock_file, write_atomically
 from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError
 
+EXTENSIONS = "extensions.jsonl"
+RECORDED = "recorded_step"  # key of metrics.json
 PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors", "pydantic", "triton", "numba")
 
 
@@ -69,46 +72,68 @@ class RunFolder:
     def open(cls, path: str | Path, *, writes: bool = True) -> RunFolder:
         """Opens an existing run folder. Raises ConfigError if `path` is not a run folder."""
         path = Path(path)
-        if not (path / "config_snapshot.yaml").is_file():
-            raise ConfigError(f"{path} is not a run folder: it has no config_snapshot.yaml")
-        if (path / "SHA256SUMS").is_file():
-            raise ConfigError(f"{path} is an exported model, not a run folder")
+        if not _is_run(path):
+            owner = next((each for each in path.absolute().parents[:2] if _is_run(each)), None)
+            what = "is not a run folder: it has no config_snapshot.yaml"
+            if (path / "config_snapshot.yaml").is_file():
+                other = "a checkpoint" if (path / "state.json").is_file() else "an exported model"
+                what = f"is {other}, not a run folder"
+            raise ConfigError(f"{path} {what}" + ("" if owner is None else f"; the run is {owner}"))
         return cls(path, writes=writes)
 
     @classmethod
     def resume(cls, config: Config, resume: str) -> RunFolder | None:
         """Finds the run folder for `--resume`: a path, or 'auto' for the newest unfinished run of this configuration.
 
-        'auto' prefers a run with a checkpoint to a newer run without one, which a failed start can leave. It skips
-        runs that another process is working on. Returns None if there is no such run.
+        'auto' prefers a run with a checkpoint to a newer run without one, which a failed start can leave. Returns None
+        if there is no such run.
         The run continues with this configuration. Keys outside the hash may have changed: see `update_config`.
-        Raises ConfigError if a named folder belongs to another configuration, or another process is working on it.
+        Raises ConfigError if a named folder belongs to another configuration, if another process is working on it or,
+        with 'auto', on an unfinished run of this configuration, and with 'auto' if such a run was extended.
         """
         if resume == "auto":
-            unfinished = [run for run in cls.all_of(config) if not run.finished and not run.is_locked()]
-            begun = [run for run in unfinished if (run.checkpoints / "latest").is_file()]
+            unfinished = [run for run in cls.all_of(config) if not run.finished]
+            for run in unfinished:
+                if run.is_locked():
+                    raise ConfigError(
+                        f"--resume auto: another process is working on {run.path}, an unfinished run of this "
+                        "configuration; wait until it ends, or stop it (to begin a second run beside it, leave "
+                        "--resume out; to continue another one, name its folder)"
+                    )
             if not unfinished:
+                _refuse_extended(config)
                 return None
+            begun = [run for run in unfinished if (run.checkpoints / "latest").is_file()]
             run = (begun or unfinished)[-1]
             run.update_config(config)
             return run
         run = cls.open(resume)
-        theirs = run.summary().get("config_hash")
-        if theirs != config.hash():
-            raise ConfigError(
-                f"--resume {resume}: the run has the configuration hash {str(theirs)[:8]}, this configuration has "
-                f"{config.hash()[:8]}; resume with --config {run.config_snapshot}"
-            )
+        run.check_hash(config, f"--resume {resume}")
         run.update_config(config)
         return run
 
     @classmethod
     def all_of(cls, config: Config) -> list[RunFolder]:
         """All run folders of this configuration under its root, oldest first."""
-        suffix = config.hash()[:8]
-        folders = [path.parent for path in _root(config).glob(f"*-{suffix}*/config_snapshot.yaml")]
+        # The name of an extended run has the hash of the configuration that it began with.
+        patterns = (f"*-{config.hash()[:8]}*/config_snapshot.yaml", f"*/{EXTENSIONS}")
+        folders = {path.parent for pattern in patterns for path in _root(config).glob(pattern)}
         runs = [cls(path) for path in sorted(folders, key=_age)]
         return [run for run in runs if run.summary().get("config_hash") == config.hash()]
+
+    def check_hash(self, config: Config, what: str) -> None:
+        """Raises ConfigError, which names the keys, if the run belongs to another configuration.
+
+        what: of the caller, with which the message begins.
+        """
+        theirs = self.summary().get("config_hash")
+        if theirs != config.hash():
+            raise ConfigError(
+                f"{what}: the run has the configuration hash {str(theirs)[:8]}, this configuration has "
+                f"{config.hash()[:8]}; they differ in\n{difference(self.config_snapshot, config)}\n"
+                f"Resume with --config {self.config_snapshot}. To go on with other steps or periods: --resume "
+                f"{self.path} --extend KEY=VALUE, without --config"
+            )
 
     def update_config(self, config: Config) -> None:
         """Writes a configuration of the same hash as the new snapshot, and notes the changed keys in train.log.
@@ -117,16 +142,53 @@ class RunFolder:
         checkpoint keeps the snapshot of its own time.
         Raises ConfigError if another process is working on the run.
         """
-        text = config.to_yaml()
-        before = self.config_snapshot.read_text(encoding="utf-8")
-        if text == before:
+        if config.to_yaml() == self.config_snapshot.read_text(encoding="utf-8"):
             return
         with self.locked():
-            # The dump has one key on each line, so a new line is a changed key.
-            new = [line.strip() for line in text.splitlines() if line not in before.splitlines()]
-            write_atomically(self.config_snapshot, text)
-            self.update_summary({"name": config.run.name})
-            self.note(f"changed keys, which may change in a run: {', '.join(new)}")
+            try:
+                changed = listed(changes(Config.from_yaml(self.config_snapshot), config))
+            except ConfigError:  # another version of cdrmix wrote it
+                changed = f"unknown, because {self.config_snapshot} could not be read"
+            self._replace_config(config)
+            self.note(f"changed keys, which may change in a run: {changed}")
+
+    def extend(self, config: Config, changed: Sequence[Change], step: int) -> None:
+        """Makes a configuration of another hash that of the run, which thereby is unfinished, and records the change.
+
+        changed: its keys. step: the finished steps, which were made under the former configuration. The caller has the
+        lock, and has checked that the change leaves these steps as they are.
+        """
+        before = self.summary().get("config_hash")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        keys = {each.key: [each.before, each.after] for each in changed}
+        row = {"time": now, "step": step, "from": before, "to": config.hash(), "keys": keys}
+        # First the record, which names both hashes: after a kill in between the same command goes on.
+        rows = [each for each in self.extensions if each.get("to") != config.hash()]
+        write_atomically(self.path / EXTENSIONS, "".join(json.dumps(each) + "\n" for each in [*rows, row]))
+        self.update_summary({"config_hash": config.hash(), "finished": False})
+        self._replace_config(config)
+        self.say(f"Extended after step {step}: {listed(changed)}")
+
+    def _replace_config(self, config: Config) -> None:
+        write_atomically(self.config_snapshot, config.to_yaml())
+        self.update_summary({"name": config.run.name})
+
+    @property
+    def extensions(self) -> list[dict[str, Any]]:
+        """The changes by `extend`: of each the time, the step, the hashes before and after, and the keys."""
+        return read_rows(self.path / EXTENSIONS)
+
+    def made_by(self, config_hash: str, config: Config) -> bool:
+        """Whether a checkpoint of a configuration with that hash is one of the run under this configuration.
+
+        It is of the same hash, or of one that the run had before it was extended to this configuration.
+        """
+        return config_hash == config.hash() or (
+            self.summary().get("config_hash") == config.hash() and config_hash in self._former_hashes()
+        )
+
+    def _former_hashes(self) -> list[object]:
+        return [each.get("from") for each in self.extensions]
 
     @property
     def config_snapshot(self) -> Path:
@@ -369,12 +431,15 @@ class RunFolder:
     def drop_metrics_after(self, step: int) -> int:
         """Removes the rows of metrics.jsonl after `step`, so that a resumed run has each step once.
 
-        Returns the number of removed rows. An incomplete last line counts as one.
+        Returns the number of removed rows. An incomplete last line counts as one. metrics.json then has the last step
+        that was recorded before: trackers have got it.
         """
         if not self.writes or not self.metrics_jsonl.exists():
             return 0
         lines = self.metrics_jsonl.read_text(encoding="utf-8", errors="replace").splitlines()
-        kept = [row for row in read_metrics(self.metrics_jsonl) if row["step"] <= step]
+        rows = read_metrics(self.metrics_jsonl)
+        kept = [row for row in rows if row["step"] <= step]
+        self.update_summary({RECORDED: max((row["step"] for row in rows), default=0)})
         write_atomically(self.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in kept))
         return len(lines) - len(kept)
 
@@ -387,6 +452,24 @@ def check_text(before: str, now: str, origin: Path) -> None:
             f"{before[:12]}, the current text gives {now[:12]}. Restore the former text (for a Hugging Face dataset, "
             "set data.source.revision), or start a new run."
         )
+
+
+def _is_run(path: Path) -> bool:
+    # A checkpoint and an export have the configuration too.
+    others = ("state.json", "SHA256SUMS")
+    return (path / "config_snapshot.yaml").is_file() and not any((path / name).is_file() for name in others)
+
+
+def _refuse_extended(config: Config) -> None:
+    """Raises ConfigError if an unfinished run of this configuration was extended, so that it is not begun again."""
+    for path in _root(config).glob(f"*-{config.hash()[:8]}*/{EXTENSIONS}"):
+        run = RunFolder(path.parent)
+        if not run.finished and config.hash() in run._former_hashes():
+            raise ConfigError(
+                f"--resume auto: {run.path} began with this configuration and was extended; the differences:\n"
+                f"{difference(run.config_snapshot, config)}\nContinue it with --resume {run.path}, or write the new "
+                "values into the configuration"
+            )
 
 
 def _root(config: Config) -> Path:

@@ -1,4 +1,4 @@
-"""Counts and durations as a person reads them."""
+"""Counts, sizes and durations as a person reads them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ def amount(value: float) -> str:
         if abs(rounded) >= limit:
             return f"{rounded / limit:g}{unit}"
     return f"{rounded:g}"
+
+
+def amount_of_bytes(size: int) -> str:
+    """A size for people: 2.90 GB, 12.40 MB."""
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
 
 
 def clock(seconds: float) -> str:

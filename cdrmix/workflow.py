@@ -17,9 +17,10 @@ from typing import Literal, TypeVar
 import torch
 
 from cdrmix.config.schema import Config, Model
+from cdrmix.data.pipeline.executor import refuse_in_import
 from cdrmix.data.prepare import chat_template, prepare
 from cdrmix.data.shards import ShardSet, open_shards
-from cdrmix.durable import sha256_file
+from cdrmix.durable import remove_remains, sha256_file
 from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, ExportMismatchError
 from cdrmix.eval.changes import changes, text_table
 from cdrmix.evaluate import held_out_table, measure, to_standard_error
@@ -40,6 +41,7 @@ from cdrmix.inference.generate import generate
 from cdrmix.inference.load import SUMS, Loaded, load_model, load_start, run_of, verify
 from cdrmix.inference.sampling import Sampling
 from cdrmix.model.loss import LossModule
+from cdrmix.plan.disk import check_disk
 from cdrmix.plan.fit import check_memory
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.parameters import count_parameters
@@ -60,6 +62,7 @@ from cdrmix.training.faults import memory_guard_after_training
 from cdrmix.training.launch import check_processes, note_run
 from cdrmix.training.mirror_thread import MirrorThread, check_mirror, mirroring
 from cdrmix.training.restore import find_run
+from cdrmix.training.retention import sweep, sweep_root
 from cdrmix.training.stage_a import train
 from cdrmix.training.starting import check_start
 from cdrmix.training.trackers import check_trackers, log_evaluations
@@ -82,6 +85,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     the steps, records and checkpoints of both stages. The last line that is printed is the path of the run folder.
     The settings of the process are those of the configuration during the run, and its own afterwards.
     """
+    refuse_in_import()
     if not isinstance(config, Config):
         raise ConfigError(f"config must be a cdrmix.Config, for example of Config.from_yaml(path); found {config!r}")
     if not isinstance(callbacks, Sequence) or not all(isinstance(callback, Callback) for callback in callbacks):
@@ -114,6 +118,7 @@ def run_all(config: Config, resume: str | Path | None = None, *, callbacks: Sequ
     run = _run_folder(config, resume, world)
     with contextlib.ExitStack() as stack:
         _first_process(world, lambda: stack.enter_context(run.locked()), "the lock of the run")
+        _first_process(world, lambda: sweep(run.checkpoints), "the removal of what killed processes left")
         mirror = stack.enter_context(mirroring(config, run))
         if config.kind == "reasoning" and not stage_b:
             run.say(STAGE_A_ONLY)
@@ -169,6 +174,7 @@ def _make_base(config: Config, world: DistributedContext) -> None:
     def copy() -> None:
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove_remains(target)
         shutil.copytree(export, temporary)
         temporary.rename(target)
         to_standard_error(f"The model of {made_by} is in {target}")
@@ -195,10 +201,13 @@ def _first_process(world: DistributedContext, action: Callable[[], Item], what: 
 
 def _run_folder(config: Config, resume: str | None, world: DistributedContext) -> RunFolder:
     def choose() -> Path:
+        sweep_root(Path(config.run.root).expanduser())
         run = find_run(config, resume, to_standard_error) if resume else None
         if run is not None:
+            check_disk(config, run.path, run.say)
             run.say(f"Continuing {run.path} ({config.run.name}, seed {config.run.seed})")
             return run.path
+        check_disk(config, None, to_standard_error)
         run = RunFolder.create(config)
         run.say(f"Run {run.path} ({config.run.name}, seed {config.run.seed})")
         if resume:
@@ -230,7 +239,7 @@ def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> Shard
         {
             "corpus": {
                 "source": config.data.source_kinds(),
-                "shards": str(shards.path),
+                "shards": str(shards.path.absolute()),  # for evaluations in another folder
                 "index_sha256": sha256_file(shards.path / "index.json"),
                 "tokenizer_sha256": shards.tokenizer_fingerprint,
                 **shards.report,

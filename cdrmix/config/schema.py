@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
@@ -43,6 +43,7 @@ from cdrmix.config.section import (
     PositiveInt,
     Section,
     Text,
+    Width,
 )
 from cdrmix.errors import ConfigError
 
@@ -89,13 +90,13 @@ class Rwkv(Section):
     allow_neg_eigval: bool = False
     """Allow negative eigenvalues: those of a state transition are in [-1, 1] instead of [0, 1]. State tracking needs
     them."""
-    decay_rank: PositiveInt
+    decay_rank: Width
     """Rank of the low-rank map of the decay."""
-    iclr_rank: PositiveInt
+    iclr_rank: Width
     """Rank of the low-rank map of the in-context learning rate (`a` in the paper)."""
-    value_rank: PositiveInt
+    value_rank: Width
     """Rank of the low-rank map of the value residual."""
-    gate_rank: PositiveInt
+    gate_rank: Width
     """Rank of the low-rank map of the output gate."""
 
 
@@ -109,9 +110,9 @@ class Mamba(Section):
     """Width of the state of a channel."""
     head_dim: Annotated[int, Field(ge=8, le=256)] = 64
     """Channels of a head. Must divide expand * model.d_model."""
-    expand: PositiveInt = 2
+    expand: Annotated[int, Field(ge=1, le=64)] = 2
     """Inner width, as a multiple of model.d_model."""
-    groups: PositiveInt = 1
+    groups: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of groups of heads. The heads of a group share B, C and the norm."""
     conv_width: Annotated[int, Field(ge=2, le=16)] = 4
     """Width of the short causal convolution, in tokens."""
@@ -128,11 +129,11 @@ class Model(Section):
     """Named size. It sets d_model, layers, heads, the width of the feed-forward and training keys that the file does
     not set. 1b, 4b, 40b, 200b: mixtures of experts, named by their active parameters. dense-: softmax attention, SwiGLU
     and RMSNorm as in Llama. hybrid-: the same with RWKV-7 in three of four layers."""
-    vocab_size: PositiveInt = 50272
+    vocab_size: Width = 50272
     """Number of token ids of the model. A tokenizer that is trained on the text gets this size."""
-    d_model: PositiveInt
+    d_model: Width
     """Width of the residual stream."""
-    layers: PositiveInt
+    layers: Annotated[int, Field(ge=1, le=1024)]
     """Number of blocks."""
     schedule: Literal["interleave-x", "top-of-x"] = "interleave-x"
     """Position of the attention layers. interleave-x: evenly distributed. top-of-x: the last layers."""
@@ -480,9 +481,13 @@ class Config(Section):
         (train.micro_batch_parts). The origin of a value (inherited, override, autosizer, default) and the order of the
         keys do not matter.
         """
+        return hashlib.sha256(json.dumps(self.hashed(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def hashed(self) -> dict[str, Any]:
+        """The keys that `hash` depends on, as plain data."""
         data = self.model_dump(mode="json", exclude=NOT_HASHED)
         data["train"] |= MEMORY
         data["train"]["micro_batch_rows"] *= self.train.micro_batch_parts
         del data["ablation"]  # each arm of an ablation is a configuration of its own
         leave_out_added(data)
-        return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return data

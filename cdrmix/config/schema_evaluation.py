@@ -51,6 +51,9 @@ class Evaluation(Section):
     """File of forbidden texts of the suite leak: one JSON object on each line."""
     verbatim_tokens: PositiveInt = 32
     """Tokens that count as a verbatim continuation in the suite leak."""
+    max_tokens: PositiveInt | None = None
+    """Tokens of held-out text, at most, of the evaluations of a run at its start and end and of `cdrmix eval`, in rows
+    that are spread evenly. null: all."""
     timeout: PositiveFloat = 14400.0
     """Seconds after which the evaluation of a suite on a checkpoint is ended and recorded as failed."""
     wait: NonNegativeFloat = 600.0

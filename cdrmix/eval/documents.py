@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix.data.batch import Batch
-from cdrmix.data.loader import EvalLoader
 from cdrmix.data.shards import Array, Split
-from cdrmix.eval.perplexity import Score, evaluate, loss_model_nats
+from cdrmix.eval.countdown import Say, counted
+from cdrmix.eval.perplexity import Score, bounded, evaluate, loss_model_nats
 
 
 class DocumentScores(NamedTuple):
@@ -27,9 +27,20 @@ class DocumentScores(NamedTuple):
     text_bytes: Array
 
 
-def score_documents(loss_model: nn.Module, split: Split, *, row_length: int, micro_batch_rows: int) -> DocumentScores:
-    """The scores of a split, in this process alone. loss_model: a LossModule."""
-    loader = EvalLoader(split, row_length, micro_batch_rows)
+def score_documents(
+    loss_model: nn.Module,
+    split: Split,
+    *,
+    row_length: int,
+    micro_batch_rows: int,
+    max_tokens: int | None = None,
+    say: Say = lambda line: None,
+) -> DocumentScores:
+    """The scores of a split, in this process alone. loss_model: a LossModule. max_tokens, say: as of `held_out`.
+
+    With max_tokens, of a document only the part in the rows that are read is scored.
+    """
+    loader = bounded(split, row_length, micro_batch_rows, max_tokens, say)
     nats = np.zeros(split.documents)
     text_bytes = np.zeros(split.documents, np.int64)
     seen = np.zeros(split.documents, bool)
@@ -51,8 +62,9 @@ def score_documents(loss_model: nn.Module, split: Split, *, row_length: int, mic
         seen[owners] = True
         return whole
 
-    size = loader.text_bytes if split.weighted else split.text_bytes
-    score = evaluate(loss_model, loader, size, domain_bytes=loader.domain_bytes, nats=of_documents, together=False)
+    size = loader.text_bytes if split.weighted or len(loader.rows) < split.rows else split.text_bytes
+    batches = counted(loader, len(loader), "held-out text", say)
+    score = evaluate(loss_model, batches, size, domain_bytes=loader.domain_bytes, nats=of_documents, together=False)
     kept = np.flatnonzero(seen)
     domains = [split.domain_of(int(number)) for number in kept]
     return DocumentScores(score, domains, nats[kept], text_bytes[kept])

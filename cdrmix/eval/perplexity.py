@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import EvalLoader
-from cdrmix.data.shards import Split
+from cdrmix.data.shards import Array, Split
+from cdrmix.eval.countdown import Say, counted
 from cdrmix.model.causal import evaluation_mode
 
 
@@ -169,29 +170,51 @@ def compressed_bits_per_byte(documents: Iterable[bytes], text_bytes: int) -> tup
     return 8 * gzip_bytes / text_bytes, 8 * zstd_bytes / text_bytes
 
 
-def baselines(split: Split) -> Baselines:
-    """Bits per byte of unigram, gzip -9 and zstd -19 on a whole split; of conversations, on what is trained on."""
-    if split.weighted:
-        counts, texts = np.zeros(split.vocab_size, np.int64), []
-        for ids, text in split.trained_text():
-            counts += np.bincount(ids, minlength=split.vocab_size)
-            texts.append(text)
-        size = sum(map(len, texts))
-        return Baselines(unigram_bits_per_byte(counts, size), *compressed_bits_per_byte(texts, size))
-    gzip9, zstd19 = compressed_bits_per_byte(split.text(), split.text_bytes)
-    return Baselines(
-        unigram_bits_per_byte=unigram_bits_per_byte(split.token_counts(), split.text_bytes),
-        gzip9_bits_per_byte=gzip9,
-        zstd19_bits_per_byte=zstd19,
-    )
+def baselines(split: Split, rows: Array | None = None, say: Say = lambda line: None) -> Baselines:
+    """Bits per byte of unigram, gzip -9 and zstd -19 on a whole split, or rows of it; of conversations, on what is
+    trained on.
 
-
-def held_out(loss_model: nn.Module, split: Split, *, row_length: int, micro_batch_rows: int) -> HeldOut:
-    """The results of a model on a whole split, in this process alone, and the baselines.
-
-    loss_model: a LossModel, or a module with its forward pass. It never stores the logits of a whole batch.
+    rows: int64 [rows]; None: all. say: receives progress.
     """
-    loader = EvalLoader(split, row_length, micro_batch_rows)
-    text_bytes = loader.text_bytes if split.weighted else split.text_bytes
-    score = evaluate(loss_model, loader, text_bytes, domain_bytes=loader.domain_bytes, together=False)
-    return HeldOut.of(score, baselines(split))
+    if rows is None and not split.weighted:
+        counts, size, texts = split.token_counts(), split.text_bytes, split.text()
+    else:
+        counts, pieces = np.zeros(split.vocab_size, np.int64), list[bytes]()
+        for ids, text in split.trained_text(rows):
+            counts += np.bincount(ids, minlength=split.vocab_size)
+            pieces.append(text)
+        size, texts = sum(map(len, pieces)), iter(pieces)
+    gzip9, zstd19 = compressed_bits_per_byte(counted(texts, size, "gzip -9 and zstd -19", say, len), size)
+    return Baselines(unigram_bits_per_byte(counts, size), gzip9_bits_per_byte=gzip9, zstd19_bits_per_byte=zstd19)
+
+
+def held_out(
+    loss_model: nn.Module,
+    split: Split,
+    *,
+    row_length: int,
+    micro_batch_rows: int,
+    max_tokens: int | None = None,
+    say: Say = lambda line: None,
+) -> HeldOut:
+    """The results of a model on a split, in this process alone, and the baselines on the same text.
+
+    loss_model: a LossModule, or a module with its forward pass. It never stores the logits of a whole batch.
+    max_tokens: only so many rows, spread evenly, as hold at most so many tokens, but one at least; None: all.
+    say: receives progress with the time that is left, and how much is left out.
+    """
+    loader = bounded(split, row_length, micro_batch_rows, max_tokens, say)
+    whole = len(loader.rows) == split.rows
+    text_bytes = split.text_bytes if whole and not split.weighted else loader.text_bytes
+    batches = counted(loader, len(loader), "held-out text", say)
+    score = evaluate(loss_model, batches, text_bytes, domain_bytes=loader.domain_bytes, together=False)
+    return HeldOut.of(score, baselines(split, None if whole else loader.rows, say))
+
+
+def bounded(split: Split, row_length: int, micro_batch_rows: int, max_tokens: int | None, say: Say) -> EvalLoader:
+    """The batches of a split, or of as many rows as `max_tokens` allows, as of `held_out`."""
+    rows = None if max_tokens is None else max(1, max_tokens // row_length)
+    loader = EvalLoader(split, row_length, micro_batch_rows, rows)
+    if len(loader.rows) < split.rows:
+        say(f"{len(loader.rows):,} of {split.rows:,} held-out rows are read (evaluation.max_tokens)")
+    return loader

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cdrmix.data.tokenizer_files import STORED
-from cdrmix.durable import disk_guard, is_disk_full, sha256_file, sync_file, sync_folder
+from cdrmix.durable import disk_guard, is_disk_full, remove_remains, sha256_file, sync_file, sync_folder
 from cdrmix.errors import ConfigError, ExportMismatchError
 from cdrmix.hf.card import model_card
 from cdrmix.hf.transformers_files import config_keys, text_files
@@ -89,7 +89,7 @@ def publish(
     ):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            _remove_remains(target)
+            remove_remains(target)
             temporary.mkdir()
         except OSError as error:
             if is_disk_full(error):
@@ -196,11 +196,3 @@ def _compare(ours: Loaded, theirs: Loaded, held_out_row: Sequence[int] | None) -
             raise ExportMismatchError(
                 f"the exported model gives other logits on {name} than the original; largest difference: {worst:g}"
             )
-
-
-def _remove_remains(target: Path) -> None:
-    """Removes temporary folders of killed exports to the same target. Folders of running processes are kept."""
-    for remains in target.parent.glob(f".{target.name}.*.tmp"):
-        process = remains.name.split(".")[-2]
-        if process == str(os.getpid()) or not Path(f"/proc/{process}").exists():
-            shutil.rmtree(remains, ignore_errors=True)

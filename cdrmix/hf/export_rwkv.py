@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.config.schema import Model
-from cdrmix.durable import disk_guard, sync_file, sync_folder
+from cdrmix.durable import disk_guard, remove_remains, sync_file, sync_folder
 from cdrmix.errors import ConfigError
 from cdrmix.inference.rwkv_names import conflicts_of, to_official, unknown_names
 
@@ -50,6 +50,7 @@ def export_official_rwkv7(config: Model, weights: dict[str, Tensor], target: Pat
         f"the export {target}", "The incomplete export was removed. Free some space, or choose a path on another disk."
     ):
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove_remains(target)
         try:
             with temporary.open("wb") as file:
                 torch.save(official, file)

@@ -17,6 +17,7 @@ from typing import Any
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_ladder import Ladder
+from cdrmix.data.pipeline.executor import refuse_in_import
 from cdrmix.data.prepare import prepare
 from cdrmix.durable import write_atomically
 from cdrmix.errors import CdrmixError, CdrmixWarning, CheckpointError, ConfigError, CorpusError, Preempted, ShardError
@@ -142,6 +143,7 @@ class PipelineRunner:
     @restored_settings()
     def validate_infrastructure(self) -> list[Check]:
         """Checks the machine with the first rung, without the ledger. Raises ConfigError if a check fails."""
+        refuse_in_import()
         with locked(self.root):
             return self._validate(self.rungs[0])
 
@@ -174,6 +176,7 @@ class PipelineRunner:
 
     @restored_settings()
     def _climb(self, rungs: Sequence[RungPlan], lenient: str | None) -> PipelineResult:
+        refuse_in_import()
         with locked(self.root):
             ledger = Ledger(self.root)
             plan = [rung.facts() for rung in self.rungs]

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdrmix.config.schema import Config, Model, Train
-from cdrmix.plan.components import FP32, micro_batches
+from cdrmix.plan.components import micro_batches
+from cdrmix.plan.disk import Disk, disk_of
 from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, Remedy, estimate_note, fit, nothing_fits
 from cdrmix.plan.flops import TokenFlops, training_flops_per_token
-from cdrmix.plan.foreign import foreign_size
 from cdrmix.plan.machine import Machine
-from cdrmix.plan.optimizer import optimizer_size
-from cdrmix.plan.parameters import count_parameters
 from cdrmix.plan.stage_b import TEXT_TOKENS
 from cdrmix.plan.stage_b_fit import PhaseFit, fit_phases
 from cdrmix.training.zero import zero_stage
@@ -35,20 +33,6 @@ class Speed:
     tokens_per_second: float | None
     hours: float | None
     source: str
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Bytes on disk.
-
-    shards: of all tokens of stage A, if no text is read twice. checkpoint: of one checkpoint. checkpoints: of all that
-    exist at a time, with the one that is being written.
-    """
-
-    shards: int
-    checkpoint: int
-    checkpoints: int
-    export: int
 
 
 @dataclass(frozen=True)
@@ -150,7 +134,7 @@ def make_plan(config: Config, machine: Machine, processes: int, say: Callable[[s
         flops,
         tokens,
         _speed(flops, tokens, machine, processes, pipeline_share(train, processes)),
-        _disk(config, tokens),
+        disk_of(config),
         tuple(notes),
         (zero_stage(train, processes) == 3 or train.pipeline_parallel > 1) and isinstance(config.model, Model),
         phases,
@@ -170,28 +154,6 @@ def _speed(flops: TokenFlops, tokens: int, machine: Machine, processes: int, sha
     rate = share * ASSUMED_MFU * peak * processes / flops.executed
     waiting = "" if share == 1 else f"; the stages of the pipeline wait for {1 - share:.1%} of each step"
     return Speed(rate, tokens / rate / 3600, ASSUMPTION + waiting)
-
-
-def _disk(config: Config, tokens: int) -> Disk:
-    train = config.train
-    trained, export = _trained_and_exported(config)
-    average = train.ema_decay is not None
-    checkpoint = FP32 * (trained * (3 + average) - optimizer_size(config).orthogonalised)  # weights, moments
-    kept = train.keep_last + 2 + train.steps // (train.keep_every or train.steps + 1)  # the best, and one being written
-    return Disk(tokens * (2 if config.model.vocab_size <= 2**16 else 4), checkpoint, kept * checkpoint, export)
-
-
-def _trained_and_exported(config: Config) -> tuple[int, int]:
-    """The parameters that a checkpoint holds, and the bytes of the exported weights."""
-    model = config.model
-    if isinstance(model, Model):
-        count = count_parameters(model)
-        dropped = count.stored["prediction"] if config.export.prediction_heads == "drop" else 0
-        return count.total_stored, FP32 * (count.total_stored - dropped)
-    size = foreign_size(config)
-    adapters = size.stored.get("adapters", 0)
-    exported = adapters if model.lora is not None and config.export.lora == "adapter" else size.total_stored - adapters
-    return size.trained, (2 if config.export.weights == "bf16" else FP32) * exported
 
 
 def plan_table(plan: Plan) -> str:
@@ -239,12 +201,18 @@ def plan_table(plan: Plan) -> str:
         lines.append(f"  {'tokens/s':<14}{speed.tokens_per_second:>11,.0f}   {speed.hours:,.0f} hours{if_so}")
     lines += _wrapped(speed.source)
     disk = plan.disk
-    lines += ["", "Disk, GB", f"  {'shards':<14}{_gb(disk.shards)}   at most, if no text is read twice"]
+    lines += ["", "Disk, GB", _shards(disk)]
     lines.append(f"  {'checkpoints':<14}{_gb(disk.checkpoints)}   {disk.checkpoint / 1e9:,.2f} each")
     lines.append(f"  {'export':<14}{_gb(disk.export)}")
     for note in plan.notes:
         lines += ["", *(line.strip() for line in _wrapped(note))]
     return "\n".join(lines)
+
+
+def _shards(disk: Disk) -> str:
+    if disk.text is None or disk.shards is None:
+        return f"  {'shards':<14}{'unknown':>11}   the size of the text is not known before it is read"
+    return f"  {'shards':<14}{_gb(disk.shards)}   at most, of all {disk.text / 1e9:,.3f} GB of text"
 
 
 def _remedy_lines(plan: Plan, remedies: Sequence[Remedy]) -> list[str]:

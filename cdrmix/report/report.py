@@ -83,6 +83,7 @@ def page(
         _facts("Text", summary.get("corpus")),
         _checkpoints(run.checkpoints),
         _facts("Export", summary.get("export")),
+        _extensions(run.extensions),
         f"<h2>Configuration</h2><details><summary>config_snapshot.yaml: the complete configuration</summary>"
         f"<pre>{escaped(config)}</pre></details>",
         _facts("Environment", summary.get("environment")),
@@ -137,6 +138,17 @@ def _held_out(held_out: Mapping[str, Any] | None) -> str:
         "Unigram is the entropy of the distribution of the held-out tokens. gzip and zstd compress the whole held-out "
         "text as one stream.</p>"
     )
+
+
+def _extensions(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What `--extend` has changed, and after which step."""
+    lines = [
+        f"<tr><td>{row['step']:,}</td><td>{escaped(key)}</td><td>{escaped(before)}</td><td>{escaped(after)}</td></tr>"
+        for row in rows
+        for key, (before, after) in row["keys"].items()
+    ]
+    head = "<tr><th>after step</th><th>key</th><th>before</th><th>since</th></tr>"
+    return f'<h2>Extensions</h2><div class="scroll"><table>{head}{"".join(lines)}</table></div>' if lines else ""
 
 
 def _depths(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cdrmix.config.changes import difference
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard, write_atomically
 from cdrmix.errors import BaseModelError, CheckpointError, ConfigError, VocabularyError
@@ -46,8 +47,8 @@ from cdrmix.inference.checkpoints import (
     optimizer_files,
     shapes_mismatch,
 )
-from cdrmix.run_folder import check_text
-from cdrmix.training.checkpoint_writer import WHEN_FULL, CheckpointWriter, Contents
+from cdrmix.run_folder import RunFolder, check_text
+from cdrmix.training.checkpoint_writer import CheckpointWriter, Contents, when_full
 from cdrmix.training.copies import HostCopies, on_cpu
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
@@ -273,10 +274,12 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
             "restore the former file, or start a new run"
         )
     check_text(state["text"], fingerprints.text, checkpoint)
-    if state["config_hash"] != config.hash():
+    # Of an extended run, an older checkpoint has a former configuration, which made the same steps.
+    if not RunFolder(checkpoint.parents[1], writes=False).made_by(state["config_hash"], config):
+        snapshot = checkpoint / "config_snapshot.yaml"
         raise ConfigError(
-            f"{checkpoint} was made by configuration {state['config_hash'][:8]}, this one is "
-            f"{config.hash()[:8]}; resume with --config {checkpoint / 'config_snapshot.yaml'}"
+            f"{checkpoint} was made by configuration {state['config_hash'][:8]}, this one is {config.hash()[:8]}; they "
+            f"differ in\n{difference(snapshot, config)}\nResume with --config {snapshot}"
         )
     if state.get("base") != engine.base:
         raise BaseModelError(
@@ -343,7 +346,7 @@ def restore_best(folder: Path, progress: Progress) -> None:
 
 def point(folder: Path, name: str, checkpoint: Path) -> None:
     """Writes the name of a checkpoint to the pointer file `folder`/`name`, atomically. Raises DiskFullError."""
-    with disk_guard(f"a checkpoint under {folder}", WHEN_FULL):
+    with disk_guard(f"a checkpoint under {folder}", when_full(folder)):
         write_atomically(folder / name, checkpoint.name + "\n")
 
 

@@ -23,16 +23,20 @@ from torch import Tensor
 
 from cdrmix.durable import disk_full, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
 from cdrmix.errors import CdrmixError, CheckpointError
-from cdrmix.inference.checkpoints import FORMAT, MANIFEST
+from cdrmix.inference.checkpoints import FORMAT, MANIFEST, list_checkpoints
 from cdrmix.training import messages
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.rendezvous import TIMEOUT, rendezvous_store, wait_until
 from cdrmix.training.retention import BEST, LATEST, set_aside
 
-WHEN_FULL = (
-    "The checkpoints already there are whole. Free some space or lower train.keep_last, then continue with "
-    "--resume auto."
-)
+
+def when_full(folder: Path) -> str:
+    """What is left in a folder of checkpoints when the disk is full, and what to do."""
+    names = ", ".join(path.name for path in list_checkpoints(folder))
+    if not names:
+        return "No checkpoint is there yet. Free some space, then begin again; --resume auto uses the same run folder."
+    is_whole = "is whole" if "," not in names else "are whole"
+    return f"{names} {is_whole}. Free some space or lower train.keep_last, then continue with --resume auto."
 
 
 class Contents(NamedTuple):
@@ -105,7 +109,7 @@ class CheckpointWriter:
             return self.path
         folder = self.path.parent
         if failures[0].full:
-            raise disk_full(f"a checkpoint under {folder}", WHEN_FULL)
+            raise disk_full(f"a checkpoint under {folder}", when_full(folder))
         raise CheckpointError(f"a checkpoint could not be written under {folder}: {failures[0].text}")
 
     def abandon(self, seconds: float) -> None:

@@ -28,14 +28,14 @@ from typing import Any
 from cdrmix.durable import is_disk_full, sha256_file, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, read_manifest
-from cdrmix.run_folder import RunFolder
+from cdrmix.run_folder import EXTENSIONS, RunFolder
 from cdrmix.training.retention import BEST, Rules, pointed, reasons_to_keep
 
 ABOUT = "mirror.json"
 ID = "mirror_id"  # key of metrics.json: names the run, wherever its folder is
 CONSTANT = ("tokenizer.json", "tokenizer_settings.json", "chat_template.jinja")  # never change in a run
 CONSTANT_FOLDERS = ("base", "reference")
-CHANGING = ("config_snapshot.yaml", "train.log", "metrics.jsonl", "eval/metrics.jsonl", "metrics.json")
+CHANGING = ("config_snapshot.yaml", "train.log", "metrics.jsonl", "eval/metrics.jsonl", EXTENSIONS, "metrics.json")
 BLOCK = 1 << 22  # bytes that are copied at a time
 NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # of drives that cannot flush a file
 

@@ -96,10 +96,7 @@ def restore(source: Path, config: Config, say: Say) -> RunFolder:
     """
     about = read_about(source)
     if about["config_hash"] != config.hash():
-        raise ConfigError(
-            f"--resume {source}: the run has the configuration hash {about['config_hash'][:8]}, this configuration has "
-            f"{config.hash()[:8]}; resume with --config {source / 'config_snapshot.yaml'}"
-        )
+        RunFolder(source, writes=False).check_hash(config, f"--resume {source}")
     target = _target(source, config)
     if target.exists():
         raise ConfigError(

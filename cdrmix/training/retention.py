@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +15,7 @@ from cdrmix.errors import CheckpointError
 from cdrmix.inference.checkpoints import list_checkpoints, read_manifest, step_of
 
 LAST, BEST, EVERY = "last", "best", "every"  # reasons to keep a checkpoint
+LEFT = 3600.0  # seconds
 LATEST = "latest"  # like BEST a pointer file
 
 
@@ -54,11 +57,42 @@ def prune(folder: Path, rules: Rules, current: Path, busy: Collection[Path] = ()
 
     busy: checkpoints that are being copied. They stay until a later call.
     """
-    for incomplete in folder.glob("step-*.tmp-*"):
-        shutil.rmtree(incomplete, ignore_errors=True)
+    sweep(folder)
     for checkpoint, reasons in reasons_to_keep(folder, rules, current).items():
         if not reasons and checkpoint not in busy:
             shutil.rmtree(set_aside(checkpoint), ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what a kill has left of checkpoints that were being written or removed. No process may write there."""
+    for incomplete in folder.glob("step-*.tmp-*"):
+        shutil.rmtree(incomplete, ignore_errors=True)
+
+
+def sweep_root(root: Path) -> None:
+    """Removes what killed processes have left under a run.root, and what no later start of theirs would remove.
+
+    Checkpoints that were being removed, whichever run they are of; run folders of which no more than the configuration
+    was written, and parts of a run that was being restored from its mirror, both if they have not changed for LEFT
+    seconds: another process may be making them.
+    """
+    for removed in root.glob("*/checkpoints/step-*.tmp-*-removed"):
+        shutil.rmtree(removed, ignore_errors=True)
+    unfinished = [path for path in root.glob("[0-9]*T[0-9]*Z-*") if _is_begun_alone(path)]
+    for path in (*unfinished, *root.glob(".restore-*.tmp")):
+        with contextlib.suppress(FileNotFoundError):  # another process sweeps too
+            changed = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
+            if time.time() - changed > LEFT:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_begun_alone(run: Path) -> bool:
+    """Whether RunFolder.create was interrupted: there is neither a checkpoint nor any record."""
+    first = {"checkpoints", "config_snapshot.yaml", "config_snapshot.yaml.tmp", "metrics.json.tmp"}
+    try:
+        return {path.name for path in run.iterdir()} <= first and not any((run / "checkpoints").glob("*"))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def pointed(folder: Path, name: str) -> Path | None:

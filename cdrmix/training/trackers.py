@@ -16,11 +16,13 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.eval.rows import read_rows
 from cdrmix.eval.rows import scalars as row_scalars
-from cdrmix.run_folder import RunFolder, finite
+from cdrmix.run_folder import RECORDED, RunFolder, finite, read_metrics
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.metrics import Record, scalars
 
-PASSED = "evaluations_logged"  # key of metrics.json
+PASSED = "evaluations_logged"  # keys of metrics.json
+ACTIVE = "trackers"  # those of the last start
+KEEPING = ("wandb", "mlflow")  # trackers that cannot forget the records of a step
 
 
 class Tracker(Protocol):
@@ -40,16 +42,21 @@ class Trackers(Callback):
     """
 
     def __init__(self, run: RunFolder, config: Config) -> None:
-        self._trackers: list[Tracker] = []
+        self._trackers: dict[str, Tracker] = {}
         self._run, self._evaluated, self._read = run, False, 0
+        self._known: dict[str, int] = {}
         if not run.writes:
             return
         check_trackers(config)
-        for name, tracker in TRACKERS.items():
-            if getattr(config.logging, name):
-                self._trackers.append(tracker(run, config))
-        self._evaluated = bool(self._trackers)
-        self._trackers.insert(0, JsonLines(run))
+        names = [name for name in TRACKERS if getattr(config.logging, name)]
+        summary = run.summary()
+        # A run that was killed makes the steps after its checkpoint again. Its services have their records.
+        repeated = [name for name in KEEPING if name in summary.get(ACTIVE, [])]
+        self._known = dict.fromkeys(repeated, summary.get(RECORDED, 0))
+        self._trackers = {"metrics.jsonl": JsonLines(run)} | {name: TRACKERS[name](run, config) for name in names}
+        self._evaluated = bool(names)
+        if names or ACTIVE in summary:
+            run.update_summary({ACTIVE: names})
 
     def __enter__(self) -> Trackers:
         return self
@@ -61,8 +68,9 @@ class Trackers(Callback):
 
     def on_record(self, record: Record) -> None:
         """Passes a record to every tracker, and the results of suites that are new."""
-        for tracker in self._trackers:
-            tracker.write(record)
+        for name, tracker in self._trackers.items():
+            if record.step > self._known.get(name, 0):
+                tracker.write(record)
         self._pass_evaluations()
 
     def _pass_evaluations(self) -> None:
@@ -74,7 +82,7 @@ class Trackers(Callback):
         rows = new_evaluations(self._run)
         for row in rows:
             if figures := row_scalars(row):
-                for tracker in self._trackers:
+                for tracker in self._trackers.values():
                     tracker.write_evaluation(row["step"], figures)
         passed = int(self._run.summary().get(PASSED, 0)) + len(rows)
         self._run.update_summary({PASSED: passed})
@@ -84,7 +92,7 @@ class Trackers(Callback):
         if self._trackers:
             self._pass_evaluations()
         while self._trackers:
-            self._trackers.pop().close()
+            self._trackers.popitem()[1].close()
 
 
 class JsonLines:
@@ -115,9 +123,20 @@ class TensorBoard:
 
     def __init__(self, run: RunFolder, config: Config) -> None:
         _package("tensorboard")
-        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(run.path / "tensorboard"))
+        self._folder = run.path / "tensorboard"
+        self._last = max((row["step"] for row in read_metrics(run.metrics_jsonl)), default=0)
+        self._writer = self._open(self._last + 1 if self._folder.exists() else None)
+
+    def _open(self, purge_step: int | None) -> Any:
+        """purge_step: from which on TensorBoard forgets what was written before; None: nothing was."""
+        module = importlib.import_module("torch.utils.tensorboard")
+        return module.SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def write(self, record: Record) -> None:
+        if record.step <= self._last:  # the run went back to a checkpoint
+            self._writer.close()
+            self._writer = self._open(record.step)
+        self._last = record.step
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, record.step)
 
@@ -142,13 +161,18 @@ class WeightsAndBiases:
             dir=str(run.path),
             config=config.model_dump(mode="json"),
         )
-        # Figures of suites come later than the records of their step, and W&B refuses a step that is past.
-        self._run.define_metric("eval/*", step_metric="eval/step")
+        # Steps of our own. W&B's counts each call, also those with figures of suites, which come later than the
+        # records of their step; and it drops what has a step that its own has passed.
+        self._run.define_metric("*", step_metric="step")
+        self._evaluations: set[str] = set()
 
     def write(self, record: Record) -> None:
-        self._run.log(scalars(record), step=record.step)
+        self._run.log({"step": record.step, **scalars(record)})
 
     def write_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
+        for name in figures.keys() - self._evaluations:
+            self._run.define_metric(name, step_metric="eval/step")  # goes before the pattern above
+        self._evaluations |= figures.keys()
         self._run.log({"eval/step": step, **figures})
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from in_process import main
 
 import cdrmix
+from cdrmix import workflow
 from cdrmix.errors import CdrmixWarning
 from cdrmix.inference.checkpoints import list_checkpoints
 from cdrmix.run_folder import RunFolder, read_metrics
@@ -112,6 +114,36 @@ def test_prune_follows_the_rules(run: RunFolder, capsys: Captured) -> None:
     assert steps(queue.parent) == []
     assert (queue / "step-00000004" / "manifest.json").is_file()
     assert list(run.checkpoints.glob("*.tmp-*")) == []
+
+
+def test_a_start_sweeps_what_a_kill_has_left(
+    toy_run: Path, toy_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workflow, "_after_training", lambda *_: None)
+    root = tmp_path / "runs"
+    run, other = (RunFolder.open(shutil.copytree(toy_run, root / name)) for name in (toy_run.name, f"{toy_run.name}-2"))
+    run.update_summary({"finished": False})
+    removed = "step-00000002.tmp-7-removed"
+    for checkpoints, name in (
+        (run.checkpoints, "step-00000006.tmp-7"),
+        (run.checkpoints, removed),
+        (other.checkpoints, "step-00000006.tmp-7"),  # perhaps it is being written, on another machine
+        (other.checkpoints, removed),
+    ):
+        shutil.copytree(run.checkpoints / "step-00000004", checkpoints / name)
+    old, new, restored, foreign = (
+        root / name for name in ("20250101T000000Z-12345678", "20250101T000001Z-12345678", ".restore-7.tmp", "mine")
+    )
+    for folder in (old, new, restored, foreign):
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "config_snapshot.yaml").write_text("")
+        for path in (folder / "checkpoints", folder / "config_snapshot.yaml", folder):
+            os.utime(path, (0, 0) if folder != new else None)
+    assert main(["train", "--resume", str(run.path), f"run.root={root}"]) == 0
+    assert sorted(path.name for path in root.iterdir()) == sorted([run.path.name, other.path.name, new.name, "mine"])
+    assert [path.name for path in run.checkpoints.glob("*.tmp-*")] == []
+    assert [path.name for path in other.checkpoints.glob("*.tmp-*")] == ["step-00000006.tmp-7"]
+    assert steps(run.path) == steps(other.path) == [2, 4]
 
 
 def test_prune_keeps_the_only_complete_one(run: RunFolder, capsys: Captured) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import math
 import os
@@ -86,6 +87,77 @@ def test_eval_prints_the_run_s_own_figures(finished: RunFolder, capsys: pytest.C
     assert len(printed.splitlines()) == 6
     assert "domains" not in finished.summary()["held_out"]
     assert "Held-out text by domain" not in finished.report.read_text()
+
+
+def test_eval_takes_the_shards_of_the_run_wherever_it_is_called(
+    arguments: Arguments,
+    toy_text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lifecycle, "_after_training", lambda *_: None)
+    shutil.copytree(toy_text, "text")
+    here = ("run.root=runs", "data.cache=cache", "data.source.paths=[text]")
+    assert main(["train", *arguments(*here, "train.steps=2")]) == 0
+    (run,) = (path.absolute() for path in Path("runs").iterdir())
+    capsys.readouterr()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    outputs = []
+    for more in ([], ["run.threads=2"], ["data.workers=2", "run.name=x"], ["train.micro_batch_rows=2", "data.cache=y"]):
+        assert main(["eval", "--model", str(run), "--json", *more]) == 0
+        captured = capsys.readouterr()
+        assert "Preparing" not in captured.err, more
+        outputs.append(captured.out)
+    assert len(set(outputs[:3])) == 1
+    assert not list(elsewhere.iterdir())
+    # Moved shards are found in data.cache; without them the text is prepared again, and it is not here.
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    assert main(["eval", "--model", str(run), "--json", f"data.cache={tmp_path / 'moved'}"]) == 0
+    assert capsys.readouterr().out == outputs[0]
+    assert main(["eval", "--model", str(run), "--json"]) == 3
+    assert "text" in capsys.readouterr().err
+
+
+def test_a_bounded_evaluation_reads_a_part_and_tells_its_progress(
+    finished: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdrmix.eval.countdown.INTERVAL", 0.0)
+    whole = finished.summary()["held_out"]
+    model = ["eval", "--model", str(finished.path), "--json"]
+    found = []
+    for more in ([], ["evaluation.max_tokens=33"], ["evaluation.max_tokens=1"], ["evaluation.max_tokens=1000000"]):
+        assert main([*model, "train.micro_batch_rows=1", *more]) == 0
+        captured = capsys.readouterr()
+        found.append(json.loads(captured.out))
+        told = "held-out rows are read (evaluation.max_tokens)" in captured.err
+        assert told == (found[-1]["tokens"] < whole["tokens"])
+        assert ("held-out text: 50%, 0:00 left" in captured.err) == (not told)
+    assert found[0] == found[3] == whole
+    assert found[1] == found[2]  # one row
+    assert 0 < found[1]["tokens"] <= 32
+    assert found[1]["text_bytes"] < whole["text_bytes"]
+    assert found[1]["gzip9_bits_per_byte"] > whole["gzip9_bits_per_byte"]  # of this text too, which is shorter
+    assert main([*model, "evaluation.max_tokens=33", "train.micro_batch_rows=1", "--suite", "domains"]) == 0
+    captured = capsys.readouterr()
+    assert "1 of 2 held-out rows" in captured.err
+    (suite,) = json.loads(captured.out)
+    assert suite["measures"][0]["value"] == pytest.approx(found[1]["bits_per_byte"])
+
+
+def test_the_share_of_held_out_tokens_is_told(
+    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = arguments(f"data.cache={tmp_path}")
+    assert main(["data", "prepare", *where]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads((Path(lines[-1]) / "index.json").read_text())["report"]
+    share = report["valid"]["tokens"] / report["tokens"]
+    assert f"{report['held_out_share']:.1%} of documents and {share:.1%} of tokens held out" in lines[-2]
+    assert f"of documents held out, {share:.1%} of tokens" in (Path(lines[-1]) / "report" / "report.html").read_text()
 
 
 def test_eval_reads_other_text_with_the_model_s_tokenizer(
@@ -350,6 +422,30 @@ def test_a_place_that_cannot_be_used_is_a_mistake_with_a_message(
     monkeypatch.setattr(lifecycle, "export_to", refuse)
     assert main(["export", "--model", "RUN", "--out", "place"]) == 2
     assert capsys.readouterr().err == f"cdrmix: error: cannot use place: {os.strerror(number)}\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [("numba", True), ("absent_package.part", True), ("cdrmix.absent", False), ("json.absent", False)],
+)
+def test_a_package_that_is_not_installed_is_one_sentence(
+    arguments: Arguments,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    missing: bool,
+) -> None:
+    if module == "numba":
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
+    monkeypatch.setattr("cdrmix.workflow.run_all", lambda *_: importlib.import_module(module))
+    if not missing:
+        with pytest.raises(SystemExit) as left:
+            main(["train", *arguments()])
+        assert left.value.code == 70
+        return
+    assert main(["train", *arguments()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the package {module.partition('.')[0]}, which this command needs, is not installed for" in line
 
 
 def test_what_nobody_foresaw_is_not_taken_for_an_answer(

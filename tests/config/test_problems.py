@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -91,11 +91,11 @@ PROBLEMS: dict[str, dict[str, tuple[str | Instead | Overrides, str]]] = {
     "model": {
         "string for an integer": (
             Instead("d_model: 128", "d_model: wide"),
-            'run.yaml:2: model.d_model: found "wide" (a string)\n    allowed: an integer of at least 1',
+            'run.yaml:2: model.d_model: found "wide" (a string)\n    allowed: an integer from 1 to 16777216',
         ),
         "true for an integer": (
             Instead("layers: 4", "layers: true"),
-            "run.yaml:3: model.layers: found true (true/false)\n    allowed: an integer of at least 1",
+            "run.yaml:3: model.layers: found true (true/false)\n    allowed: an integer from 1 to 1024",
         ),
         "yes for true": (
             Instead("{heads: 4}", "{heads: 4, qk_norm: yes}"),
@@ -109,7 +109,8 @@ PROBLEMS: dict[str, dict[str, tuple[str | Instead | Overrides, str]]] = {
         "missing key that a size sets; what follows from it is not reported": (
             Instead("  d_model: 128\n", ""),
             "run.yaml:1: model.d_model: missing, and it has no default\n"
-            "    allowed: an integer of at least 1; or set model.size (1b, 4b, 40b, 200b, dense-*), which sets it\n"
+            "    allowed: an integer from 1 to 16777216; or set model.size (1b, 4b, 40b, 200b, dense-*), "
+            "which sets it\n"
             "    meaning: Width of the residual stream.",
         ),
         "heads that do not divide the width": (
@@ -885,6 +886,26 @@ def test_what_the_others_are_broken_from_and_what_is_near_them_is_accepted(tmp_p
     assert Config.from_yaml(path).train.learning_rate == 3e-3
     path.write_text(TINY)
     assert Config.from_yaml(path, ["model.depth={}"]).model.skipping == ("0", "1", "2", "3")
+
+
+def test_every_size_of_a_model_has_a_bound(tmp_path: Path) -> None:
+    """A slip such as a thousand layers too many is refused at once, and not planned for minutes."""
+    path = tmp_path / "run.yaml"
+    path.write_text(TINY)
+    sizes = ["model.feed_forward.dense_hidden", "model.feed_forward.shared_hidden"]  # null by default
+
+    def collect(section: dict[str, Any], prefix: str) -> None:
+        for key, value in section.items():
+            if isinstance(value, dict):
+                collect(value, f"{prefix}{key}.")
+            elif type(value) is int:
+                sizes.append(f"{prefix}{key}")
+
+    collect(Config.from_yaml(path).model.model_dump(), "model.")
+    assert len(sizes) > 15
+    for key in sizes:
+        with pytest.raises(ConfigError, match=rf"{key}: found 100000000000 "):
+            Config.from_yaml(path, [f"{key}=100000000000"])
 
 
 def test_every_problem_at_once(tmp_path: Path) -> None:

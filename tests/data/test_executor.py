@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import cdrmix
 from cdrmix.data.pipeline.executor import LocalExecutor, make_executor
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import ConfigError, CorpusError, OutOfMemoryError
+from cdrmix.ladder.runner import PipelineRunner
+from cdrmix.registry import Registry
 
 
 def quiet(line: str) -> None:
@@ -72,6 +78,69 @@ def test_an_error_of_a_task_is_raised_here(tasks: Any) -> None:
 def test_a_killed_process_is_told_of(tasks: Any) -> None:
     with LocalExecutor(2) as engine, pytest.raises(OutOfMemoryError, match=r"memory ran out; lower data\.memory_mb"):
         list(engine.run(tasks.kill_itself, range(20)))
+
+
+SCRIPT = """
+from pathlib import Path
+with Path({folder!r}, "imported").open("a") as file:
+    file.write("x")
+import {package}
+{call}
+"""
+
+
+def in_script(monkeypatch: pytest.MonkeyPatch, folder: Path, call: str) -> types.ModuleType:
+    """As if this process had been started with a script without a guard, which has come to `call`."""
+    script = types.ModuleType("__main__")
+    script.__file__ = str(folder / "script.py")
+    package = call.rpartition("(")[0].rpartition(".")[0]
+    (folder / "script.py").write_text(SCRIPT.format(folder=str(folder), call=call, package=package))
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    return script
+
+
+def test_processes_do_not_run_the_user_s_script_again(
+    tasks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = in_script(monkeypatch, tmp_path, "os.abort()")
+    with LocalExecutor(2) as engine:
+        assert sorted(result for result, _ in engine.run(tasks.square, range(8))) == [n * n for n in range(8)]
+        assert sys.modules["__main__"] is script
+    assert not (tmp_path / "imported").exists()
+
+
+def test_a_script_that_registers_a_part_needs_a_guard(
+    tasks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_script(monkeypatch, tmp_path, "cdrmix.data.pipeline.executor.refuse_in_import()")
+    monkeypatch.setattr(Registry, "_all", dict(Registry._all))
+    Registry[Any]("part of a test")("mine")(type("Mine", (), {"__module__": "__main__"}))
+    with LocalExecutor(2) as engine, pytest.raises(ConfigError, match='if __name__ == "__main__"'):
+        list(engine.run(tasks.square, range(8)))
+    assert (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: prepare(None),  # type: ignore[arg-type]
+        lambda: cdrmix.train(None),  # type: ignore[arg-type]
+        lambda: PipelineRunner._climb(None, [], None),  # type: ignore[arg-type]
+        lambda: PipelineRunner.validate_infrastructure(None),  # type: ignore[arg-type]
+    ],
+)
+def test_no_work_begins_in_a_process_that_imports_its_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: Callable[[], object]
+) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        call()
+    assert 'if __name__ == "__main__"' in capsys.readouterr().err
 
 
 PARENT = """

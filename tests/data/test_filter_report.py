@@ -41,6 +41,7 @@ REPORT = {
     "row_length": 64,
     "padding_share": 0.1,
     "held_out_share": 0.2,
+    "valid": {"tokens": 2},
 }
 TAGS = {
     "html",

@@ -111,6 +111,10 @@ def test_prepared_from_a_folder_and_evaluated(
     rows = [loader.split.text_bytes_of(*loader.split.segments_of(np.array([row]))[:2]) for row in loader.rows]
     assert rows == [bytes_in_row(shards, texts, row) for row in loader.rows.tolist()]
     assert sum(rows) == held_out_bytes
+    parts = [b"".join(text for _, text in loader.split.trained_text(np.array([row]))) for row in loader.rows]
+    assert [len(part) for part in parts] == rows
+    every = [text for _, text in loader.split.trained_text(loader.rows[::-1])]  # in the order of the text
+    assert b"".join(every).decode() == "".join(texts)
     assert 0 < EvalLoader(shards.valid, 16, 3, max_rows=2).text_bytes < held_out_bytes
     # the training text too
     decoded = texts_in(shards.train)

@@ -40,7 +40,9 @@ def pure_rwkv7(**changes: object) -> LanguageModel:
 def test_logits_agree_with_the_rwkv_package(tmp_path: Path) -> None:
     model = pure_rwkv7()
     ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    (tmp_path / ".model.pth.999999999.tmp").touch()  # of a process that was killed
     export_official_rwkv7(model.config, model.state_dict(), tmp_path / "model.pth")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
     whole, split = logits_of_the_package(tmp_path / "model.pth", ids)
     with torch.no_grad():
         tokens = torch.tensor([ids])

@@ -174,8 +174,10 @@ def test_a_model_is_made_first_if_its_folder_does_not_exist(finished: RunFolder,
     model = {"path": str(tmp_path / "made"), "made_by": str(base)}
     path = write("on-base", model, "model", steps=1)
     assert main(["validate", "--config", str(path)]) == 0
+    (tmp_path / ".made.999999999.tmp").mkdir()  # of a process that was killed
     assert main(["train", "--config", str(path)]) == 0
     assert (tmp_path / "made" / "model.safetensors").is_file()
+    assert not list(tmp_path.glob(".made.*"))
     before = (tmp_path / "made" / "model.safetensors").stat().st_mtime_ns
     assert main(["train", "--config", str(path)]) == 0  # it is not made again
     assert (tmp_path / "made" / "model.safetensors").stat().st_mtime_ns == before

@@ -1057,7 +1057,7 @@ MUTATIONS = (
     ),
     Mutation(
         "plan: the disk has no space for the checkpoint that is being written",
-        "cdrmix/plan/plan.py",
+        "cdrmix/plan/disk.py",
         "kept = train.keep_last + 2 + ",
         "kept = train.keep_last + 1 + ",
         ("tests/plan/test_plan.py::test_the_disk_holds_the_kept_checkpoints_and_the_one_that_is_written",),

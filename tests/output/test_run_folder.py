@@ -83,6 +83,32 @@ def test_auto_resume_takes_the_newest_unfinished_run_of_this_configuration(confi
     assert found.path == runs[2].path
 
 
+def test_auto_resume_begins_no_second_run_beside_one_that_is_active(config: Config) -> None:
+    older, active = RunFolder.create(config), RunFolder.create(config)
+    (older.checkpoints / "latest").write_text("step-00000003\n")
+    with active.locked(), pytest.raises(ConfigError, match=f"another process is working on {active.path}"):
+        RunFolder.resume(config, "auto")
+    active.update_summary({"finished": True})
+    with active.locked():  # it is exported
+        found = RunFolder.resume(config, "auto")
+    assert found is not None
+    assert found.path == older.path
+
+
+@pytest.mark.parametrize("file", ["state.json", "SHA256SUMS"])
+def test_what_has_a_configuration_but_is_no_run(config: Config, file: str) -> None:
+    run = RunFolder.create(config)
+    folder = run.checkpoints / "step-00000003"
+    folder.mkdir()
+    for name in (file, "config_snapshot.yaml"):
+        (folder / name).write_text("")
+    what = {"state.json": "a checkpoint", "SHA256SUMS": "an exported model"}[file]
+    with pytest.raises(ConfigError, match=f"is {what}, not a run folder; the run is {run.path}"):
+        RunFolder.resume(config, str(folder))
+    with pytest.raises(ConfigError, match=f"it has no config_snapshot.yaml; the run is {run.path}"):
+        RunFolder.open(run.checkpoints)
+
+
 def test_resuming_another_configuration_is_refused(config: Config, tmp_path: Path) -> None:
     run = RunFolder.create(config)
     other = config.model_copy(update={"train": config.train.model_copy(update={"steps": 7})})
@@ -91,6 +117,18 @@ def test_resuming_another_configuration_is_refused(config: Config, tmp_path: Pat
     assert resumed.path == run.path
     with pytest.raises(ConfigError, match="the configuration hash"):
         RunFolder.resume(other, str(run.path))
+    for override, key, before, here in (
+        ("train.steps=77", "train.steps", config.train.steps, 77),
+        ("run.seed=5", "run.seed", 1, 5),
+        ("data.source={kind: jsonl, paths: [x]}", "data.source.kind", "null", "jsonl"),
+        ("train.ema_decay=0.5", "train.ema_decay", "null", 0.5),
+        ("train.skip.spike=6", "train.skip.spike", "null", 6.0),  # a key that came later: null is not in the hash
+        ("train.micro_batch_parts=2", "train.micro_batch_parts", 1, 2),  # the hash has their product with the rows
+    ):
+        with pytest.raises(ConfigError, match=r"--extend KEY=VALUE") as raised:
+            RunFolder.resume(Config.from_yaml(TINY, [override, "run.name=another"]), str(run.path))
+        assert f"  {key}: {before} in the run, {here} here\n" in str(raised.value)
+        assert "run.name" not in str(raised.value)  # that may be another one
     with pytest.raises(ConfigError, match="not a run folder"):
         RunFolder.resume(config, str(tmp_path / "nowhere"))
 
@@ -107,8 +145,11 @@ def test_a_run_goes_on_under_other_values_of_what_decides_no_weight(config: Conf
         assert Config.from_yaml(run.config_snapshot).hash() == run.summary()["config_hash"]
     assert run.summary()["name"] == "other"
     first, second = run.log.read_text().splitlines()
-    assert first.endswith("which may change in a run: name: other, cache: elsewhere, keep_last: 1")
-    assert second.endswith("which may change in a run: log_every: 3, wandb: true")
+    cache = config.data.cache
+    assert first.endswith(
+        f"in a run: run.name: run -> other, data.cache: {cache} -> elsewhere, train.keep_last: 2 -> 1"
+    )
+    assert second.endswith("which may change in a run: train.log_every: 10 -> 3, logging.wandb: false -> true")
     RunFolder.resume(other, "auto")
     assert len(run.log.read_text().splitlines()) == 2  # nothing to say when nothing changed
     with run.locked(), pytest.raises(ConfigError, match="another process"):
@@ -255,8 +296,11 @@ def test_tensorboard_gets_every_scalar_and_is_closed(config: Config, monkeypatch
     closed: list[str] = []
 
     class SummaryWriter:
-        def __init__(self, folder: str) -> None:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
             self.folder = folder
+            Path(folder).mkdir(exist_ok=True)
+            if purge_step is not None:  # as TensorBoard does when it reads
+                written[:] = [each for each in written if each[2] < purge_step]
 
         def add_scalar(self, name: str, value: float, step: int) -> None:
             written.append((name, value, step))
@@ -276,6 +320,17 @@ def test_tensorboard_gets_every_scalar_and_is_closed(config: Config, monkeypatch
     assert written == [(name, value, 3) for name, value in scalars(validated).items()]
     assert ("valid_domains/web", 2.1, 3) in written
     assert closed == [str(run.path / "tensorboard")]
+    # Killed after step 6, resumed from step 4; then it goes back to step 5.
+    with Trackers(run, config) as trackers:
+        for step in (4, 5, 6):
+            trackers.on_record(record(step))
+    run.drop_metrics_after(4)
+    with Trackers(run, config) as trackers:
+        for step in (5, 6, 7, 6, 7, 8):
+            trackers.on_record(record(step, loss=step + 0.25))
+    assert [step for name, _, step in written if name == "loss"] == [3, 4, 5, 6, 7, 8]
+    assert ("loss", 5.25, 5) in written
+    assert len(closed) == 4
 
 
 def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +347,7 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
         setattr(mlflow, name, function)
     wandb = types.ModuleType("wandb")
     own = types.SimpleNamespace(
-        log=lambda values, step=None: logged.append((step or values["eval/step"], values)),
+        log=lambda values: logged.append((values.get("step") or values["eval/step"], values)),
         finish=lambda: ended.append("wandb"),
         define_metric=lambda name, step_metric: None,
     )
@@ -303,7 +358,7 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
     run = RunFolder.create(config)
     with Trackers(run, config) as trackers:
         trackers.on_record(record(3))
-    assert logged == [(3, scalars(record(3)))] * 2
+    assert logged == [(3, {"step": 3, **scalars(record(3))}), (3, scalars(record(3)))]
     assert logged[0][1]["router/entropy_bits/layer1"] == 2.8
     assert "valid_loss" not in logged[0][1]
     assert sorted(ended) == ["mlflow", "wandb"]
@@ -315,6 +370,24 @@ def test_trackers_get_flat_numbers(config: Config, monkeypatch: pytest.MonkeyPat
         trackers.on_record(record(4))
     assert (2, {"eval/code/pass_1": 0.5}) in logged  # MLflow refuses the character @
     assert (2, {"eval/step": 2, "eval/code/pass@1": 0.5}) in logged
+    # Killed after step 6, resumed from step 4: the services have the records of steps 5 and 6.
+    with Trackers(run, config) as trackers:
+        for step in (5, 6):
+            trackers.on_record(record(step))
+    run.drop_metrics_after(4)
+    with Trackers(run, config) as trackers:
+        for step in (5, 6, 7, 6, 7):  # and it goes back to step 5
+            trackers.on_record(record(step))
+    for service in ("step" in values for values in (scalars(record(1)), {"step": 1})):
+        found = [step for step, values in logged if "loss" in values and ("step" in values) == service]
+        assert found == [3, 4, 5, 6, 7, 7]
+    # A service that the run had not before gets every record.
+    run.update_summary({"trackers": ["mlflow"]})
+    logged.clear()
+    run.drop_metrics_after(6)
+    with Trackers(run, config) as trackers:
+        trackers.on_record(record(7))
+    assert [values.get("step") for _, values in logged] == [7]
 
 
 def test_amounts_and_durations_read_well() -> None:

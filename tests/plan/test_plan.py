@@ -39,16 +39,19 @@ def test_processes_share_the_memory_of_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_the_disk_holds_the_kept_checkpoints_and_the_one_that_is_written() -> None:
+def test_the_disk_holds_the_kept_checkpoints_and_the_one_that_is_written(tmp_path: Path) -> None:
     """Of 12 steps: the last 3, the best, those of steps 5 and 10, and one more; weights and two moments in float32."""
     overrides = ["train.steps=12", "train.warmup_steps=1", "train.keep_last=3", "train.keep_every=5"]
+    (tmp_path / "text.txt").write_text("x" * 25_600)
+    overrides += ["data.source.kind=text", f"data.source.paths=[{tmp_path}]"]
     config = Config.from_yaml(TINY, overrides)
     disk = make_plan(config, CARD, 1, print).disk
     stored = count_parameters(config.cdrmix_model).total_stored
     assert disk.checkpoint == 12 * stored
     assert disk.checkpoints == (3 + 1 + 2 + 1) * disk.checkpoint
     assert disk.export == 4 * stored
-    assert disk.shards == 12 * 8 * 256 * 2  # 4,096 tokens have numbers of two bytes
+    # Of the whole text, however little of it the steps read; 4,096 tokens have numbers of two bytes.
+    assert disk.shards == 25_600 * 2 + 100 * 20
 
 
 def test_a_plan_fits_if_both_stages_do() -> None:

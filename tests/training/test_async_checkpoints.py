@@ -121,7 +121,7 @@ def test_a_disk_that_fills_up_ends_the_training_soon(
 
     monkeypatch.setattr(checkpoint_writer, "save_file", fills_up)
     folder, history = RunFolder.create(make_config(ON)), History()
-    with pytest.raises(DiskFullError, match="The checkpoints already there are whole"):
+    with pytest.raises(DiskFullError, match=r"step-00000002 is whole\. Free some space"):
         run(ON, history=history, folder=folder)
     assert [each for each in history.told if isinstance(each, str)] == ["2"]
     assert history.told[-1] in (5, 6)

@@ -9,20 +9,30 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import chain, islice
-from multiprocessing import get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process
+from types import ModuleType
 from typing import Any, TypeVar
 
 from cdrmix.errors import ConfigError, OutOfMemoryError
+from cdrmix.registry import registers
 
 Task = TypeVar("Task")
 Part = TypeVar("Part")
 Result = TypeVar("Result")
+
+IN_SCRIPT = 96  # exit code of a process that came to a call of this package while it imported the user's script
+IN_WORKER = (
+    "the script that called cdrmix registers parts, so each process of the preparation imports it, and it came to the "
+    'same call again. Put the calls of the script below `if __name__ == "__main__":`, or set data.workers to 1'
+)
 
 QUEUED = 2  # tasks in the queue per process: processes are never idle, and memory is bounded
 
@@ -54,7 +64,11 @@ class Executor(ABC):
 
 
 class LocalExecutor(Executor):
-    """Processes of this machine, started if there is more than one task. With one worker, only this process."""
+    """Processes of this machine, started if there is more than one task. With one worker, only this process.
+
+    The processes do not import the script that the user started (`__main__`), as those of multiprocessing do by
+    default: without a guard they would begin its work again. Only if it registers a part, such as a source, they must.
+    """
 
     def __init__(self, workers: int) -> None:
         self.workers = workers or len(os.sched_getaffinity(0))
@@ -73,7 +87,8 @@ class LocalExecutor(Executor):
         running: set[Future[Result]] = set()
         try:
             for task in chain(first, waiting):
-                running.add(self._pool.submit(function, task))
+                with self._starting():
+                    running.add(self._pool.submit(function, task))
                 if len(running) >= QUEUED * self.workers:
                     done, running = wait(running, return_when=FIRST_COMPLETED)
                     yield from (future.result() for future in done)
@@ -81,6 +96,8 @@ class LocalExecutor(Executor):
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
         except BrokenProcessPool as error:
+            if any(process.exitcode == IN_SCRIPT for process in self._processes):
+                raise ConfigError(IN_WORKER) from error
             raise OutOfMemoryError(
                 "a process of the preparation was killed, usually because memory ran out; lower data.memory_mb or "
                 "data.workers. Finished tasks are kept: the same command continues from there"
@@ -92,9 +109,26 @@ class LocalExecutor(Executor):
         # This process reads and the others runner, so that one large file keeps all of them busy.
         return self.run(function, (task for part in parts for task in tasks_of(part)))
 
+    @property
+    def _processes(self) -> list[Any]:
+        return [] if self._pool is None else list((self._pool._processes or {}).values())
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """For a call that may start a process. Multiprocessing tells a process the script by sys.modules."""
+        if len(self._processes) >= self.workers or registers("__main__"):
+            yield
+            return
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = script
+
     def close(self) -> None:
         if self._pool is not None:
-            processes = list(self._pool._processes.values())
+            processes = self._processes
             self._pool.shutdown(wait=False, cancel_futures=True)
             for process in processes:
                 process.terminate()
@@ -146,6 +180,16 @@ class RayExecutor(Executor):
     def close(self) -> None:
         if self._started:
             self._ray.shutdown()
+
+
+def refuse_in_import() -> None:
+    """Ends a process that comes to a call of this package while it imports the script of its parent.
+
+    The script has no guard: it would do all its work again, and wait for its parent, which waits for it.
+    """
+    if getattr(current_process(), "_inheriting", False):  # what multiprocessing itself looks at
+        print(f"cdrmix: error: {IN_WORKER}", file=sys.stderr, flush=True)
+        os._exit(IN_SCRIPT)
 
 
 def make_executor(name: str, workers: int) -> Executor:

@@ -82,7 +82,10 @@ def _tiles(content: Mapping[str, Any], shards: Mapping[str, Any]) -> str:
             (_size(kept["bytes"], unit), f"{unit[1]} kept of {_size(content['read']['bytes'], unit)}"),
             (_count(shards["tokens"]), f"tokens, {shards['bytes_per_token']:.2f} bytes each"),
             (_count(shards["rows"]), f"rows of {shards['row_length']:,}, {shards['padding_share']:.1%} filling"),
-            (f"{shards['held_out_share']:.1%}", "of documents held out"),
+            (
+                f"{shards['held_out_share']:.1%}",
+                f"of documents held out, {shards['valid']['tokens'] / shards['tokens']:.1%} of tokens",
+            ),
         ],
         stress_first=True,
     )
