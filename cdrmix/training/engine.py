@@ -226,7 +226,7 @@ class Engine:
         prediction: as of LossModule.
         """
         here = self.placed(batch)
-        arguments = here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count, self.share
+        arguments = here.ids_BT, here.targets_BT, here.weights_BT, here.documents, here.token_count, self.share
         losses: Losses = self.evaluate(*arguments, *(() if prediction is None else (prediction,)), last=last)
         return losses
 

@@ -30,6 +30,7 @@ from cdrmix.data.pairs import PairBatch, all_pairs
 from cdrmix.data.shards import Array, ShardSet, Split
 from cdrmix.durable import sha256_file, write_atomically, write_checksummed
 from cdrmix.model.causal import evaluation_mode
+from cdrmix.model.loss import Documents
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.best import updated_best
 from cdrmix.training.checkpoint import Progress
@@ -148,9 +149,9 @@ def log_probs(module: torch.nn.Module, batch: PairBatch) -> Tensor:
     return -nats.double().view(-1, 2)[: len(batch.pairs_P)]
 
 
-def _arguments(batch: PairBatch) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+def _arguments(batch: PairBatch) -> tuple[Tensor, Tensor, Tensor, Documents, float]:
     """The arguments of a loss model but the share. With an infinite count, `total` has the routers' losses alone."""
-    return batch.ids_BT, batch.targets_BT, batch.answer_weights(), batch.cu_seqlens_N, math.inf
+    return batch.ids_BT, batch.targets_BT, batch.answer_weights(), batch.documents, math.inf
 
 
 class PreferenceOptimization(RowObjective):

@@ -64,7 +64,7 @@ def perturbed(config: Config, dtype: torch.dtype) -> Any:
 def run(model: Any, batch: Batch, share: float) -> dict[str, torch.Tensor]:
     """The loss and the gradients of a micro-batch, summed over the processes."""
     model.zero_grad()
-    losses = model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count, share)
+    losses = model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.documents, batch.token_count, share)
     losses.total.backward()
     found = {"loss": losses.total.detach().clone()} | {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
@@ -121,14 +121,20 @@ def dropped(guard: tuple[type, str, Callable[..., Any]] | None) -> Iterator[None
         yield
 
 
-def packed(config: Config, layout: list[int]) -> Batch:
-    """Two random rows with documents that start at these places, for a model in float64."""
+def packed(config: Config, layout: list[int], tokens: tuple[int, int] | None = None) -> Batch:
+    """Two random rows with documents that start at these places, for a model in float64. tokens: how many tokens are
+    before the filling of each row; None: there is none."""
     rows, length = 2, config.data.row_length
     generator = torch.Generator().manual_seed(11)
     ids, targets = torch.randint(0, config.cdrmix_model.vocab_size, (2, rows, length), generator=generator)
     weights = torch.rand(rows, length, generator=generator).double()
-    bounds = sorted({0, *layout, *range(0, rows * length + 1, length)})
-    return Batch(ids, targets, weights, torch.tensor(bounds, dtype=torch.int32), 0, float(weights.sum()))
+    bounds, places = {0, *layout, *range(0, rows * length + 1, length)}, None
+    if tokens is not None:
+        is_token = torch.arange(length) < torch.tensor(tokens).unsqueeze(1)
+        weights, places = weights * is_token, is_token.flatten().nonzero().squeeze(1)
+        bounds |= {row * length + count for row, count in enumerate(tokens)}
+    starts_N = torch.tensor(sorted(bounds), dtype=torch.int32)
+    return Batch(ids, targets, weights, starts_N, 0, float(weights.sum()), tokens_N=places)
 
 
 def slices(order: dict[str, Any]) -> int:
@@ -139,8 +145,8 @@ def slices(order: dict[str, Any]) -> int:
     size, length = config.train.sequence_parallel, config.data.row_length
     results = {}
 
-    def compare(layout: list[int], guards: dict[str, str | None]) -> None:
-        batch = packed(config, layout)
+    def compare(layout: list[int], guards: dict[str, str | None], tokens: tuple[int, int] | None = None) -> None:
+        batch = packed(config, layout, tokens)
         expected = run(perturbed(whole, torch.float64), batch, 1.0) if world.is_main_process else {}
         for name, guard in guards.items():
             with dropped(GUARDS.get(guard)):
@@ -149,6 +155,7 @@ def slices(order: dict[str, Any]) -> int:
 
     for name, layout in starts(2, length, size).items():
         compare(layout, {name: None})
+    compare([3], {"filling, also of a whole slice": None}, (length - 3, length // size - 1))
     # Two slices need no transition: the second one's state is that after the first.
     compare([length - 1], {f"without {guard}": guard for guard in GUARDS if size > 2 or guard != "transitions"})
     if world.is_main_process:
@@ -196,7 +203,7 @@ def engines(order: dict[str, Any]) -> int:
             optimizer.zero_grad()
             batches = everyone.micro_batches(step) if world.is_main_process else []
             for each in batches:
-                arguments = each.ids_BT, each.targets_BT, each.weights_BT, each.cu_seqlens_N, each.token_count
+                arguments = each.ids_BT, each.targets_BT, each.weights_BT, each.documents, each.token_count
                 total = plain(*arguments, 1 / len(batches)).total
                 total.backward()
                 expected += total.item()
