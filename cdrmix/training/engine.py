@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -304,13 +305,17 @@ class Engine:
         if not discard:
             self.loss_scale.update(applied)
         if applied:
-            if self._weights.tied is not None:
-                assert self._stages is not None
-                dist.broadcast(self._weights.tied.detach(), group=self._stages.ends, group_src=0)
-            compute_weights.refresh(self.parameters.values())
+            self._weights_changed()
             if self.average is not None:
                 self.average.update(self._weights.local())
         return applied
+
+    def _weights_changed(self) -> None:
+        """Brings the copies of the weights, of a tied table and in 16 bits, up to date."""
+        if self._weights.tied is not None:
+            assert self._stages is not None
+            dist.broadcast(self._weights.tied.detach(), group=self._stages.ends, group_src=0)
+        compute_weights.refresh(self.parameters.values())
 
     def _finish_gradients(self) -> None:
         if self._host_gradients is not None:
@@ -389,6 +394,23 @@ class Engine:
         if self.average is not None:
             for mine, weight in zip(self.average.tensors, self._weights.local(), strict=True):
                 mine.copy_(weight)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the model has the averaged weights, if there is an average, and no step is made. All ranks call.
+
+        Afterwards every weight has its bits again.
+        """
+        if self.average is None:
+            yield
+            return
+        self._weights.exchange(self.average.tensors)
+        self._weights_changed()
+        try:
+            yield
+        finally:
+            self._weights.restore(self.average.tensors)
+            self._weights_changed()
 
     def load_average_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Loads what `average_weights` returned; every rank passes the full weights."""

@@ -212,7 +212,7 @@ class PreferenceValidation:
         self._rows = np.arange(count) * shards.valid.rows // count
 
     def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
-        """A step's record and progress with the measures of the weights as they are after it."""
+        """A step's record and progress with the measures of the weights that the engine has after it."""
         sums = torch.zeros(len(MEASURES) + 1, dtype=torch.float64, device=self._world.device)
         with uncompiled(self._config):
             rows = self._config.train.micro_batch_rows

@@ -52,7 +52,14 @@ def model_of(
         mamba=Mamba(d_state=12, head_dim=8, groups=2),
         mixer_layers=mixer_layers or {},
         feed_forward=FeedForward(
-            **{"hidden": 8, "experts": 4, "top_k": TOP_K, "load_balance_weight": 1.0, "z_loss_weight": 1.0, **feed_forward}
+            **{
+                "hidden": 8,
+                "experts": 4,
+                "top_k": TOP_K,
+                "load_balance_weight": 1.0,
+                "z_loss_weight": 1.0,
+                **feed_forward,
+            }
         ),
         depth=None if part is None else Depth(part=part),  # type: ignore[arg-type]
         prediction=prediction,
@@ -93,7 +100,9 @@ def packed(documents: list[Tensor], rows: list[list[int]], width: int) -> Packed
     ids, targets, weights = values
     starts = torch.tensor(sorted(bounds), dtype=torch.int32)
     whole = len(tokens) == len(rows) * width
-    return Packed(ids.long(), targets.long(), weights, (starts, None if whole else torch.tensor(tokens, dtype=torch.int64)))
+    return Packed(
+        ids.long(), targets.long(), weights, (starts, None if whole else torch.tensor(tokens, dtype=torch.int64))
+    )
 
 
 def trained(model: LossModel, batch: Packed, depths: Depths | None) -> tuple[Losses, dict[str, Tensor]]:

@@ -20,8 +20,9 @@ from worker import relative
 
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
-from cdrmix.data.loader import train_loader
+from cdrmix.data.loader import TrainLoader, train_loader
 from cdrmix.data.shards import open_shards
+from cdrmix.eval.perplexity import loss_model_nats
 from cdrmix.model.sequence import SequenceGroup, SequenceSlice
 from cdrmix.runtime import seed_everything
 from cdrmix.training import deepspeed_config
@@ -163,6 +164,39 @@ def slices(order: dict[str, Any]) -> int:
     return 0
 
 
+def averaged(engine: Engine, mine: TrainLoader, everyone: TrainLoader, plain: Any) -> dict[str, float]:
+    """The error of the nats of a step's rows under the averaged weights, and of those under the weights afterwards; how
+    many tensors have other bits than before. plain: a whole model, whose weights this replaces."""
+
+    def nats() -> float:
+        with torch.no_grad():
+            found = [loss_model_nats(engine.evaluated, engine.placed(batch)) for batch in mine.micro_batches(0)]
+        world = engine.world
+        return float(world.total(torch.stack(found).double().sum())) / (world.tensor_parallel * world.pipeline_parallel)
+
+    def expected(weights: dict[str, torch.Tensor]) -> float:
+        plain.language_model.load_state_dict(weights)
+        with torch.no_grad():
+            return float(sum(loss_model_nats(plain, batch) for batch in everyone.micro_batches(0)))
+
+    assert engine.average is not None
+    before, average = engine.weights(), engine.average_weights()
+    apart = [tensor.clone() for tensor in engine.average.tensors]
+    with engine.averaged():
+        shown = nats()
+    after = nats()
+    changed = sum(not torch.equal(*pair) for pair in zip(engine.average.tensors, apart, strict=True))
+    weights = engine.weights()
+    if not engine.world.is_main_process:
+        return {}
+    assert abs(expected(average) - expected(before)) > 1e-3 * shown, "the two models are hard to tell apart"
+    return {
+        "averaged": abs(shown / expected(average) - 1),
+        "restored": abs(after / expected(before) - 1),
+        "changed": changed + sum(not torch.equal(weights[name], tensor) for name, tensor in before.items()),
+    }
+
+
 def configured(order: dict[str, Any], *overrides: str) -> Config:
     return Config.from_yaml(order["config"], [*order["overrides"], *overrides])
 
@@ -178,6 +212,7 @@ def engines(order: dict[str, Any]) -> int:
             "train.micro_batch_rows=2",
             "train.gradient_clip=0.3",  # below the norm, so that clipping acts
             "train.epsilon=0.01",  # with AdamW's usual one an update of elements near zero magnifies rounding
+            "train.ema_decay=0.5",
         )
         config = configured(order, *fixed)
         alone = (
@@ -226,6 +261,7 @@ def engines(order: dict[str, Any]) -> int:
         for name, value in plain.language_model.named_parameters() if world.is_main_process else ():
             error = relative(weights[name], value.detach())
             results[f"weights {stage}"] = max(results.get(f"weights {stage}", 0.0), error)
+        results |= {f"{name} {stage}": error for name, error in averaged(engine, mine, everyone, plain).items()}
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(results))
     return 0
