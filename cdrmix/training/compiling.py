@@ -10,8 +10,9 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.model.language_model import LanguageModel
 
-# Most variants that the blocks of a model need: each mixer, with and without first values, with and without gradients.
-VARIANTS = 32
+# Most variants that the blocks of a model need: each mixer, with and without first values, with and without gradients,
+# with and without filling.
+VARIANTS = 64
 
 
 def compile_blocks(model: LanguageModel) -> None:
