@@ -305,17 +305,13 @@ class Engine:
         if not discard:
             self.loss_scale.update(applied)
         if applied:
-            self._weights_changed()
+            if self._weights.tied is not None:
+                assert self._stages is not None
+                dist.broadcast(self._weights.tied.detach(), group=self._stages.ends, group_src=0)
+            compute_weights.refresh(self.parameters.values())
             if self.average is not None:
                 self.average.update(self._weights.local())
         return applied
-
-    def _weights_changed(self) -> None:
-        """Brings the copies of the weights, of a tied table and in 16 bits, up to date."""
-        if self._weights.tied is not None:
-            assert self._stages is not None
-            dist.broadcast(self._weights.tied.detach(), group=self._stages.ends, group_src=0)
-        compute_weights.refresh(self.parameters.values())
 
     def _finish_gradients(self) -> None:
         if self._host_gradients is not None:
@@ -405,12 +401,12 @@ class Engine:
             yield
             return
         self._weights.exchange(self.average.tensors)
-        self._weights_changed()
+        compute_weights.refresh(self.parameters.values())
         try:
             yield
         finally:
             self._weights.restore(self.average.tensors)
-            self._weights_changed()
+            compute_weights.refresh(self.parameters.values())
 
     def load_average_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Loads what `average_weights` returned; every rank passes the full weights."""

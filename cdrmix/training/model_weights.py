@@ -199,6 +199,9 @@ class ModelWeights:
                 with self._gathered(parameter):  # a small parameter stays whole in every process
                     parameter.copy_(whole)
             other.copy_(before)
+        if self.tied is not None:
+            assert self._stages is not None
+            dist.broadcast(self.tied.detach(), group=self._stages.ends, group_src=0)
 
     def restore(self, local: Sequence[Tensor]) -> None:
         """Undoes `exchange` of the same tensors. All ranks call."""
