@@ -82,7 +82,7 @@ def _trainer(config: Config) -> Callable[[Batch], None]:
 
     def train(batch: Batch) -> None:
         depths = None if section is None else Depths.of(section, batch.step, config.train.steps)
-        arguments = batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count
+        arguments = batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.documents, batch.token_count
         model(*arguments, 1.0, depths).total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.gradient_clip, foreach=True)
         optimizer.step()

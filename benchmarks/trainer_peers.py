@@ -61,7 +61,7 @@ class BareLoop:
                     here.ids_BT,
                     here.targets_BT,
                     here.weights_BT,
-                    here.cu_seqlens_N,
+                    here.documents,
                     here.token_count,
                     1 / len(batches),
                 )

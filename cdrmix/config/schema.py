@@ -312,7 +312,8 @@ class Train(Section):
     """Write the digests of the weights and of the optimizer's state after each step to digests.jsonl. Of two runs that
     have them, `cdrmix compare` names the first step and tensor that differ."""
     ema_decay: Between0And1 | None = None
-    """Decay rate of a running average of the weights, which is then evaluated and exported. null: no average."""
+    """Decay rate of a running average of the weights. The average is then what the validations measure, of which the
+    best is marked, and what is evaluated at the end and exported. null: no average."""
     log_every: PositiveInt = 10
     """Steps between two lines of metrics.jsonl."""
     evaluate_every: PositiveInt = 500

@@ -8,10 +8,13 @@ from typing import Any, get_args
 
 from cdrmix.config.rule import Rule, Violation, registered_name
 from cdrmix.config.schema_optimizer import GroupName, Optimizer, Schedule
+from cdrmix.config.schema_reasoning import Phases
 from cdrmix.registry import nearest
 
 OF_MUON = {key: value for key, value in Optimizer().model_dump().items() if key != "kind"}
 OF_WSD = {"decay": Schedule().decay, "shape": Schedule().shape}
+# The steps of what has the schedules of `train`: of stage A, and of the phases of stage B.
+STEPS = (("train.steps",), tuple(f"reasoning.phases.{name}.steps" for name in Phases.model_fields))
 
 
 def _only_of(kind_of: str, neutral: object, value: object, kind: str) -> str | None:
@@ -51,6 +54,25 @@ def _groups(groups: Mapping[str, Any]) -> Violation | None:
     return None
 
 
+def _decays(keys: tuple[str, ...], decay: float, kind: str, *steps: int) -> str | None:
+    """steps: of the trainings with the schedule, whose keys are `keys`; a phase of 0 steps is skipped."""
+    least, key = min(((count, key) for count, key in zip(steps, keys, strict=True) if count), default=(0, ""))
+    if kind != "wsd" or not least or round(decay * least):  # as `schedule.learning_rate` rounds
+        return None
+    return f"above {0.5 / least:g} with {key}={least}: a shorter decay has no step, and the rate would not decay"
+
+
+def _group_decays(keys: tuple[str, ...], groups: Mapping[str, Any], *steps: int) -> Violation | None:
+    for name, group in groups.items():
+        schedule = group.get("schedule") if isinstance(group, Mapping) else None
+        if not isinstance(schedule, Mapping):
+            continue
+        decay, kind = schedule.get("decay", Schedule().decay), schedule.get("kind", Schedule().kind)
+        if (allowed := _decays(keys, decay, kind, *steps)) is not None:
+            return Violation((name, "schedule", "decay"), allowed, found=f"found {decay} (a number)")
+    return None
+
+
 def _group_head(
     groups: Mapping[str, Any], tied: bool, kind: str, prediction: Mapping[str, Any] | None
 ) -> Violation | None:
@@ -78,6 +100,14 @@ RULES = (
     *(
         Rule((f"train.schedule.{key}", "train.schedule.kind"), partial(_only_of, "wsd", neutral))
         for key, neutral in OF_WSD.items()
+    ),
+    *(
+        rule
+        for keys in STEPS
+        for rule in (
+            Rule(("train.schedule.decay", "train.schedule.kind", *keys), partial(_decays, keys)),
+            Rule(("train.groups", *keys), partial(_group_decays, keys)),
+        )
     ),
     Rule(("train.groups",), _groups),
     Rule(("train.groups", "model.tie_embeddings", "model.kind", "model.prediction"), _group_head),

@@ -33,12 +33,15 @@ class Batch:
 
     ids_BT, targets_BT: int64. weights_BT: float32, the loss weight of each target: 1 or the weight of the shards, times
     the factor of its part.
-    Padding has the weight 0 and the target 0. cu_seqlens_N: int32, document starts in the flattened B * T positions,
-    from 0 to B * T. Every row starts a document, and so does the padding of a row. step: number of the batch.
+    The filling of a row has the weight 0 and the target 0; but a token may have the weight 0 too. cu_seqlens_N: int32,
+    document starts in the flattened B * T positions, from 0 to B * T. Every row starts a document, and so does the
+    filling of a row. step: number of the batch.
     token_count: sum of the weights of the shards over the global batch, all ranks and micro-batches; 1 if it is 0.
     domains: bool [B] by domain, the rows of the domain; only in the evaluation of text of several domains.
     parts_BT: uint8, the part of the loss of each target; None: all next_token. parts: those with tokens in the global
     batch and a weight above 0, with data.objectives.weights; empty without.
+    tokens_N: int64, the places of the tokens in the flattened positions of the targets, rising; the other positions are
+        filling, which belongs to no document. None: there is none.
     """
 
     ids_BT: Tensor
@@ -50,17 +53,29 @@ class Batch:
     domains: dict[str, Tensor] = field(default_factory=dict)
     parts_BT: Tensor | None = None
     parts: tuple[PartCount, ...] = ()
+    tokens_N: Tensor | None = None
+
+    @property
+    def documents(self) -> tuple[Tensor, Tensor | None]:
+        """What a loss model must know of the documents: their starts, and which positions are tokens."""
+        return self.cu_seqlens_N, self.tokens_N
 
     def of_slice(self, rank: int, size: int) -> Batch:
         """The batch of one of `size` processes that share the tokens of each row: ids and documents of whole rows; the
         targets, their weights and their parts of slice `rank`, [B, T / size]."""
         if size == 1:
             return self
+        tokens_N = self.tokens_N
+        if tokens_N is not None:
+            whole, width = self.ids_BT.shape[1], self.ids_BT.shape[1] // size
+            tokens_N = tokens_N[tokens_N % whole // width == rank]
+            tokens_N = tokens_N // whole * width + tokens_N % width
         return dataclasses.replace(
             self,
             targets_BT=self.targets_BT.chunk(size, 1)[rank].contiguous(),
             weights_BT=self.weights_BT.chunk(size, 1)[rank].contiguous(),
             parts_BT=None if self.parts_BT is None else self.parts_BT.chunk(size, 1)[rank].contiguous(),
+            tokens_N=tokens_N,
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -73,6 +88,7 @@ class Batch:
             cu_seqlens_N=self.cu_seqlens_N.to(device, non_blocking=True),
             domains={name: rows_B.to(device, non_blocking=True) for name, rows_B in self.domains.items()},
             parts_BT=None if self.parts_BT is None else self.parts_BT.to(device, non_blocking=True),
+            tokens_N=None if self.tokens_N is None else self.tokens_N.to(device, non_blocking=True),
         )
 
     def pinned(self) -> Batch:
@@ -84,6 +100,7 @@ class Batch:
             weights_BT=self.weights_BT.pin_memory(),
             cu_seqlens_N=self.cu_seqlens_N.pin_memory(),
             parts_BT=None if self.parts_BT is None else self.parts_BT.pin_memory(),
+            tokens_N=None if self.tokens_N is None else self.tokens_N.pin_memory(),
         )
 
     def part_weights(self, numbers: Sequence[int]) -> Tensor:

@@ -314,7 +314,8 @@ def make_batch(split: Split, rows: Array, *, step: int, token_count: float) -> B
     before = np.arange(len(rows)) * width - (ends[last] - filled[: len(rows)])
     positions = ends - lengths + np.repeat(before, counts)
     split.copy_segments(starts, lengths, positions, ids, targets)
-    weights = (np.arange(width) < filled[:, None]).astype(np.float32)
+    is_token = np.arange(width) < filled[:, None]
+    weights = is_token.astype(np.float32)
     if split.weighted:
         split.copy_weights(starts, lengths, positions, weights.reshape(-1))
     parts = None
@@ -333,6 +334,7 @@ def make_batch(split: Split, rows: Array, *, step: int, token_count: float) -> B
         step=step,
         token_count=token_count,
         parts_BT=None if parts is None else torch.from_numpy(parts.reshape(height, width)),
+        tokens_N=None if is_token.all() else torch.from_numpy(np.flatnonzero(is_token)),
     )
 
 

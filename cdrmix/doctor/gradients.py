@@ -118,7 +118,7 @@ def _backward(model: LossModel, batches: Sequence[Batch], device: torch.device) 
     total = 0.0
     for batch in batches:
         here = batch.to(device)
-        arguments = here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count
+        arguments = here.ids_BT, here.targets_BT, here.weights_BT, here.documents, here.token_count
         losses = model(*arguments, 1 / len(batches))
         losses.total.backward()
         total += losses.total.item()

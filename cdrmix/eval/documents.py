@@ -55,7 +55,7 @@ def score_documents(
         owners, which = np.unique(split.documents_at(starts), return_inverse=True)
         place = torch.from_numpy(_places(batch.weights_BT.shape, lengths, counts, which)).to(batch.weights_BT.device)
         sets = [batch.weights_BT, *(batch.weights_BT * (place == number) for number in range(len(owners)))]
-        arguments = (batch.ids_BT, batch.targets_BT, torch.stack(sets), batch.cu_seqlens_N, 1.0, 1.0)
+        arguments = (batch.ids_BT, batch.targets_BT, torch.stack(sets), batch.documents, 1.0, 1.0)
         whole, *parts = model(*arguments).next_token_sum
         nats[owners] += torch.stack(parts).double().cpu().numpy()
         np.add.at(text_bytes, owners[which], split.segment_bytes(starts, lengths))

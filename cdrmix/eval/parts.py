@@ -51,7 +51,7 @@ class PartScores:
 
     def _add(self, model: nn.Module, batch: Batch, numbers: range | list[int]) -> Tensor:
         weights_PBT = batch.part_weights(numbers)
-        arguments = batch.ids_BT, batch.targets_BT, weights_PBT, batch.cu_seqlens_N, 1.0, 1.0
+        arguments = batch.ids_BT, batch.targets_BT, weights_PBT, batch.documents, 1.0, 1.0
         nats_P: Tensor = model(*arguments).next_token_sum
         tokens_P = weights_PBT.sum((1, 2), dtype=torch.float64)
         self._sums_P2[list(numbers)] += torch.stack([nats_P.double(), tokens_P], 1)

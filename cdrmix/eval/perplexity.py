@@ -86,7 +86,7 @@ Nats = Callable[[nn.Module, Batch], Tensor]
 def loss_model_nats(model: nn.Module, batch: Batch) -> Tensor:
     """Summed nats of a batch from a LossModel, or an engine around one: a scalar."""
     # token_count and share scale only the total loss of the training, not the sum that is used here.
-    return model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, 1.0, 1.0).next_token_sum
+    return model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.documents, 1.0, 1.0).next_token_sum
 
 
 def evaluate(

@@ -92,15 +92,13 @@ def routing(subject: Subject, options: SuiteOptions, say: Callable[[str], None])
 
 
 def _counts(loss_model: LossModule, split: Split, rows: np.ndarray) -> Tensor | None:
-    """int64 [rows, L, E]: routes before capacity of each row without its filling; None without routers."""
+    """int64 [rows, L, E]: routes before capacity of each row; None without routers."""
     device = next(loss_model.parameters()).device
     counts: list[Tensor] = []
     with evaluation_mode(loss_model), torch.no_grad():
         for row in rows.tolist():
             batch = make_batch(split, np.array([row]), step=0, token_count=1.0).to(device)
-            filled = int(split.segments(row)[1].sum())
-            bounds = batch.cu_seqlens_N[batch.cu_seqlens_N <= filled]
-            inputs = (batch.ids_BT[:, :filled], batch.targets_BT[:, :filled], batch.weights_BT[:, :filled], bounds)
+            inputs = batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.documents
             router = loss_model(*inputs, 1.0, 1.0).router
             if router is None or not len(router.tokens_per_expert_LE):
                 return None

@@ -30,5 +30,7 @@ def choose_checkpoint(run: RunFolder, wanted: str, *, average: int = 1) -> Choic
         assert isinstance(loaded, Loaded), "a rule of the configuration"
         weights, steps = average_weights(run, loaded.step, average)
         loaded.model.load_state_dict(weights)
-        reason += f"; the weights are the average of the steps {', '.join(map(str, steps))}"
+        reason += (
+            f"; the weights are the average of the steps {', '.join(map(str, steps))}, which no validation measured"
+        )
     return Choice(loaded, reason)

@@ -280,12 +280,14 @@ class ForeignLossModel(LossModule):
         lines = [f"{architecture}: {how} (tested); {self._head.kind} head, {loss}"]
         return [*lines, *adapted]
 
-    def _hidden(self, ids_BT: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, RouterStats | None, None]:
+    def _hidden(
+        self, ids_BT: Tensor, cu_seqlens: Tensor | None, tokens_N: Tensor | None
+    ) -> tuple[Tensor, RouterStats | None, None]:
         assert self._packing is not None, "prepare() comes first"
         self._positions.check(ids_BT.shape[1], cu_seqlens)
         options = {} if self._experts is None else {"output_router_logits": True}
         decoded = decode(self.language_model, self._packing, ids_BT, cu_seqlens, options=options)
-        router = None if self._experts is None else self._experts.statistics(decoded.router_logits)
+        router = None if self._experts is None else self._experts.statistics(decoded.router_logits, tokens_N)
         return decoded.hidden_BTD, router, None
 
     def _next_token_sum(self, hidden_RD: Tensor, targets_R: Tensor, weights_R: Tensor) -> Tensor:
@@ -311,14 +313,19 @@ class _Experts(NamedTuple):
         top_k = getattr(described, "num_experts_per_tok", None)
         return None if weight is None or not top_k else cls(int(top_k), float(weight))
 
-    def statistics(self, logits: Sequence[Tensor]) -> RouterStats | None:
-        """Loads and losses by router. The balancing loss is that of Switch Transformer (arXiv 2101.03961), as in
-        transformers, but for each router by itself: experts * sum of (share of the routes * mean probability)."""
-        if not logits:
+    def statistics(self, logits: Sequence[Tensor], tokens_N: Tensor | None = None) -> RouterStats | None:
+        """Loads and losses by router. tokens_N: the places of the tokens; None: every position is one.
+
+        The balancing loss is that of Switch Transformer (arXiv 2101.03961), as in transformers, but for each router by
+        itself: experts * sum of (share of the routes * mean probability). Without tokens there are no reports.
+        """
+        if not logits or (tokens_N is not None and not len(tokens_N)):
             return None
         counts, balances, z_losses = [], [], []
         for layer in logits:
             scores = layer.reshape(-1, layer.shape[-1]).float()
+            if tokens_N is not None:
+                scores = scores.index_select(0, tokens_N)
             probabilities = scores.softmax(-1)
             chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(self.top_k, -1).indices, 1.0)
             counts.append(chosen.sum(0).long())

@@ -53,8 +53,8 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Found:
 
     wanted: best; last (the newest complete checkpoint); or a checkpoint of the run, by its path or its name in
     checkpoints/. best has the best value of train.best_metric (by default the lowest bits per byte) of all validations
-    in stage A, measured with the weights themselves. The last is taken instead of best if there is no best, if its
-    weights are damaged, and if stage B came after it.
+    in stage A, which measure what is loaded: with train.ema_decay the running average. The last is taken instead of
+    best if there is no best, if its weights are damaged, and if stage B came after it.
     Raises ConfigError for a checkpoint of another run and for an unknown one.
     """
     if wanted not in (BEST, LAST):

@@ -117,4 +117,4 @@ class Block(nn.Module):
             return None
         router = self.depth_routers[branch]
         assert isinstance(router, DepthRouter)
-        return router.gate(normed.flatten(0, 1), context.group)
+        return router.gate(normed.flatten(0, 1), context)

@@ -30,6 +30,23 @@ def rotary_angles(positions_BT: Tensor, head_width: int, theta: float, dtype: to
     return Angles(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
+class Tokens(NamedTuple):
+    """Which positions are tokens. The others are filling: they belong to no document, and no router sees them.
+
+    places_N: int64, those of the tokens among the flattened positions, so that the host knows their number without
+    waiting for a GPU. is_token_R: bool, for each flattened position whether it is one.
+    """
+
+    places_N: Tensor
+    is_token_R: Tensor
+
+    @classmethod
+    def of(cls, places_N: Tensor, positions: int) -> Tokens:
+        """Those at these places of so many positions."""
+        is_token_R = torch.zeros(positions, dtype=torch.bool, device=places_N.device)
+        return cls(places_N, is_token_R.index_fill(0, places_N, True))
+
+
 class FastWeights(Protocol):
     """The interface of a block's fast weights to the projections of its mixer."""
 
@@ -49,6 +66,7 @@ class Context(NamedTuple):
     v_first: [B, T, D], the values of the first RWKV-7 block, which later ones mix into their own; None before it.
     fast_weights: those of the current block; None where it has none.
     sequence: x is this process's slice of the rows, and the other fields are of the slice; None: x has whole rows.
+    tokens: which positions of x are tokens; None: all.
     """
 
     cu_seqlens: Tensor | None = None
@@ -61,6 +79,7 @@ class Context(NamedTuple):
     v_first: Tensor | None = None
     fast_weights: FastWeights | None = None
     sequence: SequenceSlice | None = None
+    tokens: Tokens | None = None
 
     @property
     def group(self) -> SequenceGroup | None:

@@ -7,20 +7,22 @@ the decision is causal, and the same in training, in evaluation and in generatio
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cdrmix.kernels.common.products import product_of_rows
-from cdrmix.model.sequence import SequenceGroup
+from cdrmix.model.context import Context
 
 FIRST_BIAS = 1.0  # of a new router, whose scores are 0: every token is kept
 
 
 class Gated(NamedTuple):
     """The report of one router: tokens kept and all tokens (int64 scalars); in training the threshold of the score
-    that would keep the configured share of these tokens, and the lowest score (float32 scalars, otherwise 0)."""
+    that would keep the configured share of these tokens, and the lowest score (float32 scalars, otherwise 0).
+    Filling is no token."""
 
     kept: Tensor
     tokens: Tensor
@@ -30,7 +32,7 @@ class Gated(NamedTuple):
 
 class Gate(NamedTuple):
     """The decision of a router for T tokens: the factor of each token's output, sigmoid(s), [T] in float32 at least
-    and with a gradient; whether it is kept, bool [T]; the report."""
+    and with a gradient; whether it is kept, bool [T], which filling never is; the report."""
 
     weight_T: Tensor
     keep_T: Tensor
@@ -62,23 +64,34 @@ class DepthRouter(nn.Module):
             x_TD = x_TD if x_TD.dtype == torch.float64 else x_TD.float()
             return product_of_rows(x_TD, self.weight.mT.to(x_TD.dtype)) * x_TD.shape[1] ** -0.5
 
-    def gate(self, x_TD: Tensor, sequence: SequenceGroup | None = None) -> Gate:
-        """The decision for each token of x [T, D], the normed input of the branch. T may be 0.
+    def gate(self, x_TD: Tensor, context: Context | None = None) -> Gate:
+        """The decision for each position of x [T, D], the normed input of the branch. T may be 0.
 
-        sequence: the ranks with the other tokens of the same rows. The threshold is that of all of them.
+        context: filling is not kept, and is in no count. Of a slice of rows, the threshold is that of whole rows. None:
+            every position is a token of whole rows.
         """
+        tokens, sequence = (None, None) if context is None else (context.tokens, context.group)
         score_T = self(x_TD).squeeze(1)
         with torch.no_grad():
-            keep_T = score_T + self.bias > 0
-            kept, tokens = keep_T.sum(), torch.full((), len(keep_T), device=keep_T.device)
+            keep_T, scores_T, count = score_T + self.bias > 0, score_T.float(), len(score_T)
+            if tokens is not None:
+                keep_T, count = keep_T & tokens.is_token_R, len(tokens.places_N)
+                scores_T = scores_T.masked_fill(~tokens.is_token_R, math.inf)  # sorted after those of all tokens
+            kept, number = keep_T.sum(), torch.full((), count, device=keep_T.device)
             threshold = lowest = torch.zeros((), device=keep_T.device)
             if self.training and len(keep_T):
-                scores = score_T.float() if sequence is None else sequence.gather(score_T.float())
-                sorted_T = scores.flatten().sort().values
-                # Scores above this one are kept, where no two are equal.
-                place = min(max(round((1 - self.capacity) * len(sorted_T)) - 1, 0), len(sorted_T) - 1)
-                threshold, lowest = sorted_T[place], sorted_T[0]
-        return Gate(score_T.sigmoid(), keep_T, Gated(kept, tokens, threshold, lowest))
+                scores = scores_T if sequence is None else sequence.gather(scores_T)
+                sorted_R = scores.flatten().sort().values
+                # Scores above the one at this place are kept, where no two are equal.
+                if tokens is None:
+                    place = min(max(round((1 - self.capacity) * len(sorted_R)) - 1, 0), len(sorted_R) - 1)
+                    threshold = sorted_R[place]
+                else:
+                    whole = number if sequence is None else sequence.total(number)
+                    place_1 = ((1 - self.capacity) * whole.double()).round().long().sub(1).clamp(min=0).reshape(1)
+                    threshold = sorted_R.index_select(0, place_1).squeeze(0)  # an index would wait for the device
+                lowest = sorted_R[0]
+        return Gate(score_T.sigmoid(), keep_T, Gated(kept, number, threshold, lowest))
 
     @torch.no_grad()
     def move(self, threshold: float, lowest: float, released: float, rate: float) -> None:

@@ -17,7 +17,7 @@ from cdrmix.config.schema import Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.bigrams import BigramEmbedding, tokens_before, with_last_token
 from cdrmix.model.block import Block, BlockCache
-from cdrmix.model.context import make_context
+from cdrmix.model.context import Tokens, make_context
 from cdrmix.model.depth import DepthStats, Gated
 from cdrmix.model.fast_weights import FastWeightOptions, FastWeightSpan, make_adapters
 from cdrmix.model.feed_forward.moe import MoeFeedForward
@@ -181,6 +181,7 @@ class LanguageModel(nn.Module):
         fast_weights: FastWeightOptions | None = None,
         sequence: SequenceGroup | None = None,
         received: Border | None = None,
+        tokens_N: Tensor | None = None,
     ) -> Output:
         """ids int64 [B, T] in [0, vocab_size); cu_seqlens int [D + 1] over the flattened tokens: the model forgets at
         each start.
@@ -198,6 +199,9 @@ class LanguageModel(nn.Module):
             D]. All of them call it with the same ids. For training of packed or whole rows, without a cache, a prefix
             or adapters.
         received: of the stage before, for the same ids; None in the first. For training, as `sequence`.
+        tokens_N: int64, the places of the tokens among the flattened positions that this process computes. The others
+            are filling: documents of their own, which no router sees. None: every position is a token. For rows
+            without a cache or a prefix.
         """
         if cache is not None and cu_seqlens is not None:
             raise ValueError("pass either cu_seqlens (packed documents) or cache (one continued document a row)")
@@ -245,6 +249,10 @@ class LanguageModel(nn.Module):
             assert not prefix + self.adapters, "validators_training.py refuses these"
             context, ids_BT = context.of_slice(sequence, batch, length, ids_BT.device), sequence.slice(ids_BT)
             before_BT = None if before_BT is None else sequence.slice(before_BT)
+        if tokens_N is not None:
+            assert not context.keep_cache, "a cache would have the filling"
+            assert not prefix, "the places are those of ids alone"
+            context = context._replace(tokens=Tokens.of(tokens_N, ids_BT.numel()))
         if received is not None:
             x, context = received.x, context._replace(v_first=received.v_first)
         else:

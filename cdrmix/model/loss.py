@@ -16,6 +16,10 @@ from cdrmix.model.prediction import Depths, PredictionSums, prediction_sums
 from cdrmix.model.sequence import SequenceGroup
 from cdrmix.model.tensor_parallel import cross_entropy
 
+# The starts of documents over the flattened positions, int [D + 1], and the places of the tokens among the positions of
+# the targets, int64 [N]; the others are filling (None: there is none). Starts alone; None: each row is one document.
+Documents = tuple[Tensor | None, Tensor | None] | Tensor | None
+
 
 class Losses(NamedTuple):
     """The terms of one micro-batch. Summing `total` over a global batch's micro-batches gives the global loss.
@@ -37,7 +41,8 @@ class LossModule(nn.Module, ABC):
     """The module that the engine trains: its output is the loss. `language_model` is the model in it.
 
     The next-token loss weights every token by its weight. The routers' losses and counts include all tokens, also those
-    of weight 0, which are routed and computed like the others. A subclass says how its model computes each term.
+    of weight 0, which are routed and computed like the others, but not the filling of rows, which is no token. A
+    subclass says how its model computes each term.
     """
 
     language_model: nn.Module
@@ -60,13 +65,14 @@ class LossModule(nn.Module, ABC):
         ids_BT: Tensor,
         targets_BT: Tensor,
         weights_BT: Tensor,
-        cu_seqlens: Tensor | None,
+        documents: Documents,
         token_count: float,
         share: float = 1.0,
         prediction: Depths | None = None,
         together: bool = False,
     ) -> Losses:
-        """token_count: sum of the weights over the global batch; share: 1 / the number of its micro-batches.
+        """documents: `Batch.documents`. token_count: sum of the weights over the global batch; share: 1 / the number of
+        its micro-batches.
 
         weights_BT may also be [S, B, T]: S sets of weights for the same tokens. Then next_token_sum is [S], and total
         too; together: total is of the sum of the sets, a scalar.
@@ -74,7 +80,8 @@ class LossModule(nn.Module, ABC):
         prediction: adds the losses of the further depths of multi-token prediction, divided by the same count; total is
             then a scalar, and next_token_sum has no gradient. None: the next token alone, as in every evaluation.
         """
-        hidden, router, depth = self._hidden(ids_BT, cu_seqlens)
+        cu_seqlens, tokens_N = documents if isinstance(documents, tuple) else (documents, None)
+        hidden, router, depth = self._hidden(ids_BT, cu_seqlens, tokens_N)
         prediction_2K = None
         if not self.ends:
             next_token = torch.zeros(weights_BT.shape[:-2], dtype=weights_BT.dtype, device=hidden.device)
@@ -97,7 +104,7 @@ class LossModule(nn.Module, ABC):
 
     @abstractmethod
     def _hidden(
-        self, ids_BT: Tensor, cu_seqlens: Tensor | None
+        self, ids_BT: Tensor, cu_seqlens: Tensor | None, tokens_N: Tensor | None
     ) -> tuple[Tensor, RouterStats | None, DepthStats | None]:
         """The hidden states [B, T, D], and the reports of the routers and of those of the depth; None without."""
 
@@ -142,9 +149,11 @@ class LossModel(LossModule):
         return self.language_model.stage.last
 
     def _hidden(
-        self, ids_BT: Tensor, cu_seqlens: Tensor | None
+        self, ids_BT: Tensor, cu_seqlens: Tensor | None, tokens_N: Tensor | None
     ) -> tuple[Tensor, RouterStats | None, DepthStats | None]:
-        output = self.language_model(ids_BT, cu_seqlens=cu_seqlens, sequence=self.sequence, received=self.received)
+        output = self.language_model(
+            ids_BT, cu_seqlens=cu_seqlens, sequence=self.sequence, received=self.received, tokens_N=tokens_N
+        )
         self.sent = output.border
         return output.hidden_BTD, output.router, output.depth
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from cdrmix.config.schema import Model
-from cdrmix.model.context import Context, make_context
+from cdrmix.model.context import Context, Tokens, make_context
 from cdrmix.model.depth import Gate
 from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.mixers.attention import AttentionCache, RaggedAttentionCache, by_row
@@ -40,7 +40,8 @@ def _begun(mixer: Mixer, config: Model, x: Tensor, context: Context, gate: Gate)
     bounds = context.cu_seqlens
     if bounds is None:
         bounds = torch.arange(0, batch * length + 1, length, device=x.device, dtype=torch.int32)
-    place_K, inner, has_document = _packed(gate.keep_T, bounds)
+    place_K, inner, has_document, tokens = _packed(gate.keep_T, bounds)
+    context = context._replace(tokens=tokens)
     mixed = _run(mixer, config, x, context, gate, place_K.unsqueeze(0), inner, 0, None)
     cache = None
     if context.keep_cache:
@@ -49,20 +50,22 @@ def _begun(mixer: Mixer, config: Model, x: Tensor, context: Context, gate: Gate)
     return mixed._replace(y=_spread(mixed.y, place_K, x), cache=cache)
 
 
-def _packed(keep_N: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The places of the tokens to run [K], their documents' bounds, and which documents keep a token.
+def _packed(keep_N: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor, Tokens | None]:
+    """The places of the tokens to run [K], their documents' bounds, which documents keep a token, and which of those
+    that are run are tokens (None: all).
 
-    Where no token is kept, the first is run, with the factor 0: ZeRO-3 needs every module's call in every process.
-    A plan has no values: it assumes that all are kept, as in the first steps.
+    Where no token is kept, the first is run as filling, with the factor 0: ZeRO-3 needs every module's call in every
+    process. A plan has no values: it assumes that all are kept, as in the first steps.
     """
     if isinstance(keep_N, FakeTensor):
-        return torch.arange(len(keep_N), device=keep_N.device), bounds, torch.ones_like(bounds[1:], dtype=torch.bool)
+        every = torch.arange(len(keep_N), device=keep_N.device)
+        return every, bounds, torch.ones_like(bounds[1:], dtype=torch.bool), None
     place_K = keep_N.nonzero().squeeze(1)
     ends = functional.pad(keep_N.cumsum(0), (1, 0))[bounds.long()]
     has_document = ends.diff() > 0
     if not len(place_K):
-        return place_K.new_zeros(1), bounds.new_tensor([0, 1]), has_document
-    return place_K, functional.pad(ends[1:][has_document], (1, 0)).to(bounds.dtype), has_document
+        return place_K.new_zeros(1), bounds.new_tensor([0, 1]), has_document, Tokens.of(place_K, 1)
+    return place_K, functional.pad(ends[1:][has_document], (1, 0)).to(bounds.dtype), has_document, None
 
 
 def _continued(mixer: Mixer, config: Model, x: Tensor, context: Context, cache: Any, gate: Gate) -> Mixed:
@@ -95,7 +98,10 @@ def _run(
     past: int | Tensor,
     cache: Any,
 ) -> Mixed:
-    """The mixer over the tokens at these places of the flattened x, with a context of their own; y [R, K, D]."""
+    """The mixer over the tokens at these places of the flattened x, with a context of their own; y [R, K, D].
+
+    context: of x, but with the tokens of those that are run.
+    """
     rows, length = place_RK.shape
     inside = make_context(
         config,
@@ -108,6 +114,7 @@ def _run(
         keep_cache=context.keep_cache,
         dtype=torch.promote_types(x.dtype, torch.float32),
     )
+    inside = inside._replace(tokens=context.tokens)
     place_N = place_RK.flatten()
     if context.v_first is not None:
         v_first = context.v_first.flatten(0, 1).index_select(0, place_N).unflatten(0, place_RK.shape)

@@ -90,7 +90,7 @@ class _Text:
     def __call__(self, model: StageBModel) -> Outcome:
         batch = self._batch.to(model.language_model.embedding.weight.device)
         losses = LossModel(model.language_model)(
-            batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count, self._share
+            batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.documents, batch.token_count, self._share
         )
         return Outcome(losses.total, torch.stack([losses.next_token_sum.detach(), batch.weights_BT.sum()]))
 

@@ -11,8 +11,9 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.model.language_model import LanguageModel
 
-# Most variants that the blocks of a model need: each mixer, with and without first values, with and without gradients.
-VARIANTS = 32
+# Most variants that the blocks of a model need: each mixer, with and without first values, with and without gradients,
+# with and without filling.
+VARIANTS = 64
 
 
 def compile_blocks(model: LanguageModel) -> None:
@@ -32,12 +33,14 @@ def compile_blocks(model: LanguageModel) -> None:
 
 
 def mark_documents(batch: Batch) -> Batch:
-    """Marks the number of documents as dynamic, and returns the batch.
+    """Marks the numbers of documents and of tokens as dynamic, and returns the batch.
 
     Otherwise torch.compile takes the number of the first batch as a constant and recompiles at the second batch. A
     resumed run would then run other code at its second step than an uninterrupted run.
     """
     torch._dynamo.mark_dynamic(batch.cu_seqlens_N, 0)
+    if batch.tokens_N is not None:  # a slice of the rows may have none, for which there is code of its own
+        torch._dynamo.maybe_mark_dynamic(batch.tokens_N, 0)
     return batch
 
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,7 @@ class Engine:
         prediction: as of LossModule.
         """
         here = self.placed(batch)
-        arguments = here.ids_BT, here.targets_BT, here.weights_BT, here.cu_seqlens_N, here.token_count, self.share
+        arguments = here.ids_BT, here.targets_BT, here.weights_BT, here.documents, here.token_count, self.share
         losses: Losses = self.evaluate(*arguments, *(() if prediction is None else (prediction,)), last=last)
         return losses
 
@@ -389,6 +390,23 @@ class Engine:
         if self.average is not None:
             for mine, weight in zip(self.average.tensors, self._weights.local(), strict=True):
                 mine.copy_(weight)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the model has the averaged weights, if there is an average, and no step is made. All ranks call.
+
+        Afterwards every weight has its bits again.
+        """
+        if self.average is None:
+            yield
+            return
+        self._weights.exchange(self.average.tensors)
+        compute_weights.refresh(self.parameters.values())
+        try:
+            yield
+        finally:
+            self._weights.restore(self.average.tensors)
+            compute_weights.refresh(self.parameters.values())
 
     def load_average_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Loads what `average_weights` returned; every rank passes the full weights."""

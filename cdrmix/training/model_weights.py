@@ -182,6 +182,46 @@ class ModelWeights:
             if self._world.size > 1:
                 dist.broadcast(buffer, self._root, group=self._together)
 
+    @torch.no_grad()
+    def exchange(self, local: Sequence[Tensor]) -> None:
+        """Gives the model other weights, and `local`, of the shapes of `local()`, those that it had. All ranks call.
+
+        With bf16 weights the float32 ones stay where they are, and the model has the others, rounded, until `restore`.
+        """
+        if self.masters is not None:
+            self._round(local)
+            return
+        for number, parameter in enumerate(self._saved.values()):
+            other, mine = local[number], self._held(parameter)
+            before = mine.clone()
+            if self._stage < 3:
+                mine.copy_(other)
+            else:
+                whole = _joined(other.to(self._world.device), parameter)
+                with self._gathered(parameter):  # a small parameter stays whole in every process
+                    parameter.copy_(whole)
+            other.copy_(before)
+        if self.tied is not None:
+            assert self._stages is not None
+            dist.broadcast(self.tied.detach(), group=self._stages.ends, group_src=0)
+
+    def restore(self, local: Sequence[Tensor]) -> None:
+        """Undoes `exchange` of the same tensors. All ranks call."""
+        if self.masters is not None:
+            self._round(self.masters.flat)
+            return
+        self.exchange(local)
+
+    @torch.no_grad()
+    def _round(self, flat: Sequence[Tensor]) -> None:
+        """Gives a model with bf16 weights these float32 ones, which are as `masters.flat`, rounded."""
+        assert self.masters is not None
+        for parameter in self._saved.values():
+            if parameter in self.masters:
+                whole = self.masters.whole(parameter, flat)
+                with self._gathered(parameter):
+                    parameter.copy_(whole)
+
     def load_local(self, local: Sequence[Tensor], weights: Mapping[str, Tensor]) -> None:
         """Fills tensors of the shapes of `local` from whole weights, which every rank passes."""
         for number, (name, parameter) in enumerate(self._saved.items()):

@@ -45,7 +45,7 @@ class PartedPretraining(RowObjective):
         batch = engine.placed(micro_batch)
         # of a batch without any part one set, of weights that are all 0
         weights_PBT = batch.part_weights([part.number for part in batch.parts] or [0])
-        arguments = batch.ids_BT, batch.targets_BT, weights_PBT, batch.cu_seqlens_N, batch.token_count
+        arguments = batch.ids_BT, batch.targets_BT, weights_PBT, batch.documents, batch.token_count
         prediction = self._prediction.at(micro_batch.step)
         losses = engine.evaluate(*arguments, engine.share, prediction, True, last=last)
         nats_P = losses.next_token_sum.detach().float()

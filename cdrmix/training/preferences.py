@@ -30,6 +30,7 @@ from cdrmix.data.pairs import PairBatch, all_pairs
 from cdrmix.data.shards import Array, ShardSet, Split
 from cdrmix.durable import sha256_file, write_atomically, write_checksummed
 from cdrmix.model.causal import evaluation_mode
+from cdrmix.model.loss import Documents
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.best import updated_best
 from cdrmix.training.checkpoint import Progress
@@ -150,9 +151,9 @@ def log_probs(module: torch.nn.Module, batch: PairBatch) -> Tensor:
     return -nats.double().view(-1, 2)[: len(batch.pairs_P)]
 
 
-def _arguments(batch: PairBatch) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+def _arguments(batch: PairBatch) -> tuple[Tensor, Tensor, Tensor, Documents, float]:
     """The arguments of a loss model but the share. With an infinite count, `total` has the routers' losses alone."""
-    return batch.ids_BT, batch.targets_BT, batch.answer_weights(), batch.cu_seqlens_N, math.inf
+    return batch.ids_BT, batch.targets_BT, batch.answer_weights(), batch.documents, math.inf
 
 
 class PreferenceOptimization(RowObjective):
@@ -213,7 +214,7 @@ class PreferenceValidation:
         self._rows = np.arange(count) * shards.valid.rows // count
 
     def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
-        """A step's record and progress with the measures of the weights as they are after it."""
+        """A step's record and progress with the measures of the weights that the engine has after it."""
         sums = torch.zeros(len(MEASURES) + 1, dtype=torch.float64, device=self._world.device)
         with uncompiled(self._config):
             rows = self._config.train.micro_batch_rows

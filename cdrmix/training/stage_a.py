@@ -208,7 +208,7 @@ class Validation:
             self._rearranged = held_out(shards.rearranged)
 
     def complete(self, engine: Engine, record: StepRecord, progress: Progress) -> tuple[StepRecord, Progress]:
-        """A step's record and progress with the validation figures of the weights as they are after it."""
+        """A step's record and progress with the validation figures of the weights that the engine has after it."""
         parts = PartScores(engine.world.device) if self._parted else None
         with uncompiled(self._config):
             score = evaluate(

@@ -210,7 +210,8 @@ class Trainer:
 
     def _validated(self, record: StepRecord) -> StepRecord:
         assert self.validation is not None
-        record, self.progress = self.validation.complete(self.engine, record, self.progress)
+        with self.engine.averaged():  # the weights that are exported and evaluated at the end
+            record, self.progress = self.validation.complete(self.engine, record, self.progress)
         return record
 
     def _validate_interrupted(self, stop: StopRequest) -> None:

@@ -724,6 +724,12 @@ PROBLEMS: dict[str, dict[str, tuple[str | Instead | Overrides, str]]] = {
             "run.yaml:6: reasoning.agent.tokens: found true (true/false)\n"
             "    allowed: false with a section data, whose documents are text",
         ),
+        "a decay without a step in the shortest phase": (
+            Overrides(TINY, "train.schedule={kind: wsd, decay: 0.03}"),
+            "command line ('train.schedule={kind: wsd, decay: 0.03}'): train.schedule.decay: found 0.03 (a number)\n"
+            "    allowed: above 0.05 with reasoning.phases.operations.steps=10: a shorter decay has no step, and the "
+            "rate would not decay",
+        ),
         "own without adapters": (
             Overrides(TINY, "reasoning.phases.plasticity.train=own", "reasoning.plastic_lora.enabled=false"),
             "*/cdrmix-reason-tiny.yaml:*: reasoning.phases.acceptance.steps: found 20 (an integer)\n"

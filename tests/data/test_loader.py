@@ -191,6 +191,17 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(shards: ShardSe
         assert sum(float(batch.weights_BT.sum()) for batch in in_order) == in_order[0].token_count
 
 
+def is_token(batch: Batch) -> torch.Tensor:
+    """bool, the shape of the targets: where a batch says that there is a token."""
+    if batch.tokens_N is None:
+        return torch.ones_like(batch.targets_BT, dtype=torch.bool)
+    mask = torch.zeros_like(batch.targets_BT, dtype=torch.bool)
+    mask.view(-1)[batch.tokens_N] = True
+    assert not mask.all(), "without filling there is no list of tokens"
+    assert mask.sum() == len(batch.tokens_N)
+    return mask
+
+
 def documents_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
     """(inputs, targets) of the stretches between boundaries that have targets."""
     ids, targets, weights = (x.flatten() for x in (batch.ids_BT, batch.targets_BT, batch.weights_BT))
@@ -220,6 +231,7 @@ def test_batches_hold_the_documents(shards: ShardSet) -> None:
         filling = batch.weights_BT == 0
         assert (batch.ids_BT[filling] == end).all()
         assert (batch.targets_BT[filling] == 0).all()
+        assert torch.equal(is_token(batch), ~filling)
         assert batch.token_count == float(batch.weights_BT.sum())
         for inputs, targets in documents_of(batch):
             assert inputs[1:] == targets[:-1]
@@ -316,6 +328,26 @@ def test_weights_of_the_shards_reach_the_batch(tmp_path: Path, texts: list[str])
         assert loader.micro_batches(step)[0].token_count == total
     for batch in EvalLoader(weighted.valid, ROW, 3):
         assert set(batch.weights_BT.unique().tolist()) <= {0.0, 1.0}
+
+
+def test_filling_is_what_no_document_fills(tmp_path: Path, texts: list[str]) -> None:
+    """A token without a loss weight is a token. Each slice of the rows has its own part of the tokens."""
+    weighted = write_shards(tmp_path / "weighted", texts, weights=dict.fromkeys(range(100), 0.0))
+    plain = write_shards(tmp_path / "plain", texts)
+    batches = zip(EvalLoader(weighted.train, ROW, 3), EvalLoader(plain.train, ROW, 3), strict=True)
+    filled = 0
+    for batch, without in batches:
+        assert torch.equal(is_token(batch), without.weights_BT > 0)
+        assert (batch.weights_BT[is_token(batch)] == 0).any()
+        filled += batch.tokens_N is not None
+        for size in (2, 4):
+            for rank, expected in enumerate(is_token(batch).chunk(size, 1)):
+                part = batch.of_slice(rank, size)
+                assert (part.tokens_N is None) == (batch.tokens_N is None), "slices make their calls together"
+                mine = torch.zeros_like(part.targets_BT, dtype=torch.bool)
+                mine.view(-1)[slice(None) if part.tokens_N is None else part.tokens_N] = True
+                assert torch.equal(mine, expected)
+    assert 0 < filled < len(EvalLoader(plain.train, ROW, 3)), "both kinds of batches are needed"
 
 
 def test_a_batch_without_weights_is_not_divided_by_nothing(tmp_path: Path, texts: list[str]) -> None:

@@ -335,3 +335,14 @@ def test_the_balancing_loss_of_a_router_is_that_of_transformers() -> None:
     expected = [load_balancing_loss_func((each,), num_experts=5, top_k=2) for each in logits]
     # float32: means of 24 values and a sum of 5
     torch.testing.assert_close(found.load_balance_L, torch.stack([*expected, torch.tensor(2.0)]), rtol=1e-5, atol=0)
+
+
+def test_a_router_of_transformers_does_not_count_filling() -> None:
+    generator, experts = torch.Generator().manual_seed(0), _Experts(top_k=2, weight=0.1)
+    logits, tokens = torch.randn(2, 24, 5, generator=generator), torch.tensor([0, 1, 2, 12, 13, 14, 15])
+    found, alone = experts.statistics([*logits], tokens), experts.statistics([*logits[:, tokens]])
+    assert found is not None
+    assert alone is not None
+    assert all(map(torch.equal, found, alone))
+    assert found.tokens_per_expert_LE.sum(1).tolist() == [14, 14]
+    assert experts.statistics([*logits], tokens[:0]) is None

@@ -101,7 +101,7 @@ def steps(order: dict[str, Any], settings: list[str], save: Path) -> dict[str, f
         owner = everyone_owner(batches, mine_of(split, rows, size, step))
         for batch, its_rank in zip(batches, owner, strict=True):
             with keeping_nothing(plain, step == 1 and its_rank == size - 1):
-                arguments = (batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count)
+                arguments = (batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.documents, batch.token_count)
                 losses = plain(*arguments, 1 / 4)
                 losses.total.backward()
             expected.add(outcome(losses))

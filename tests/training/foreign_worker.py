@@ -201,7 +201,8 @@ def engine_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def resume(order: dict[str, Any]) -> dict[str, Any]:
-    """For each mode: four steps, and two steps, a checkpoint, another engine, two steps. Result: what is not equal."""
+    """For each mode: four steps, and two steps, a checkpoint, another engine, two steps. Result: what is not equal; and
+    which weights are not those of the average while it is shown, or changed by it."""
     where = Path(order["where"])
     results = {}
     for fields in order["modes"]:
@@ -214,6 +215,16 @@ def resume(order: dict[str, Any]) -> dict[str, Any]:
         engine = start()
         train(engine, config, 0, 2)
         saved = save_checkpoint(engine, where / f"checkpoints {mode}", Progress(step=2), config, FINGERPRINTS).finish()
+        before, average = engine_weights(engine), engine.average_weights()
+        with engine.averaged():
+            shown = engine_weights(engine)
+        after = engine_weights(engine)
+        results[f"{mode} averaged"] = [
+            name
+            for name, tensor in average.items()
+            if not torch.equal(shown[name], tensor.to(shown[name].dtype)) or not torch.equal(after[name], before[name])
+        ]
+        assert not average or not all(torch.equal(shown[name], before[name]) for name in average)
         train(engine, config, 2, 2)
         expected = state(engine)
         del engine

@@ -65,7 +65,7 @@ def steps(order: dict[str, Any], parallel: int, save: Path) -> dict[str, float]:
     rates = {"embedding": 2e-2}
     for step in range(3):
         for batch in everyone.micro_batches(step):
-            arguments = (batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count)
+            arguments = (batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.documents, batch.token_count)
             plain(*arguments, 1 / 4).total.backward()
         batches = mine.micro_batches(step)
         for batch in batches:

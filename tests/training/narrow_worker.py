@@ -165,7 +165,7 @@ class Reference:
         self.largest = {name: torch.zeros_like(parameter) for name, parameter in self.model.named_parameters()}
         summed = {name: torch.zeros_like(parameter) for name, parameter in self.model.named_parameters()}
         for batch in batches(self.order, self.config, step):
-            arguments = (batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count)
+            arguments = (batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.documents, batch.token_count)
             with torch.autocast("cpu", torch.bfloat16):
                 losses = self.model(*arguments, MICRO / ROWS)
             losses.total.backward()

@@ -20,8 +20,9 @@ from worker import relative
 
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
-from cdrmix.data.loader import train_loader
+from cdrmix.data.loader import TrainLoader, train_loader
 from cdrmix.data.shards import open_shards
+from cdrmix.eval.perplexity import loss_model_nats
 from cdrmix.model.sequence import SequenceGroup, SequenceSlice
 from cdrmix.runtime import seed_everything
 from cdrmix.training import deepspeed_config
@@ -64,7 +65,7 @@ def perturbed(config: Config, dtype: torch.dtype) -> Any:
 def run(model: Any, batch: Batch, share: float) -> dict[str, torch.Tensor]:
     """The loss and the gradients of a micro-batch, summed over the processes."""
     model.zero_grad()
-    losses = model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count, share)
+    losses = model(batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.documents, batch.token_count, share)
     losses.total.backward()
     found = {"loss": losses.total.detach().clone()} | {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
@@ -121,14 +122,20 @@ def dropped(guard: tuple[type, str, Callable[..., Any]] | None) -> Iterator[None
         yield
 
 
-def packed(config: Config, layout: list[int]) -> Batch:
-    """Two random rows with documents that start at these places, for a model in float64."""
+def packed(config: Config, layout: list[int], tokens: tuple[int, int] | None = None) -> Batch:
+    """Two random rows with documents that start at these places, for a model in float64. tokens: how many tokens are
+    before the filling of each row; None: there is none."""
     rows, length = 2, config.data.row_length
     generator = torch.Generator().manual_seed(11)
     ids, targets = torch.randint(0, config.cdrmix_model.vocab_size, (2, rows, length), generator=generator)
     weights = torch.rand(rows, length, generator=generator).double()
-    bounds = sorted({0, *layout, *range(0, rows * length + 1, length)})
-    return Batch(ids, targets, weights, torch.tensor(bounds, dtype=torch.int32), 0, float(weights.sum()))
+    bounds, places = {0, *layout, *range(0, rows * length + 1, length)}, None
+    if tokens is not None:
+        is_token = torch.arange(length) < torch.tensor(tokens).unsqueeze(1)
+        weights, places = weights * is_token, is_token.flatten().nonzero().squeeze(1)
+        bounds |= {row * length + count for row, count in enumerate(tokens)}
+    starts_N = torch.tensor(sorted(bounds), dtype=torch.int32)
+    return Batch(ids, targets, weights, starts_N, 0, float(weights.sum()), tokens_N=places)
 
 
 def slices(order: dict[str, Any]) -> int:
@@ -139,8 +146,8 @@ def slices(order: dict[str, Any]) -> int:
     size, length = config.train.sequence_parallel, config.data.row_length
     results = {}
 
-    def compare(layout: list[int], guards: dict[str, str | None]) -> None:
-        batch = packed(config, layout)
+    def compare(layout: list[int], guards: dict[str, str | None], tokens: tuple[int, int] | None = None) -> None:
+        batch = packed(config, layout, tokens)
         expected = run(perturbed(whole, torch.float64), batch, 1.0) if world.is_main_process else {}
         for name, guard in guards.items():
             with dropped(GUARDS.get(guard)):
@@ -149,11 +156,45 @@ def slices(order: dict[str, Any]) -> int:
 
     for name, layout in starts(2, length, size).items():
         compare(layout, {name: None})
+    compare([3], {"filling, also of a whole slice": None}, (length - 3, length // size - 1))
     # Two slices need no transition: the second one's state is that after the first.
     compare([length - 1], {f"without {guard}": guard for guard in GUARDS if size > 2 or guard != "transitions"})
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(results))
     return 0
+
+
+def averaged(engine: Engine, mine: TrainLoader, everyone: TrainLoader, plain: Any) -> dict[str, float]:
+    """The error of the nats of a step's rows under the averaged weights, and of those under the weights afterwards; how
+    many tensors have other bits than before. plain: a whole model, whose weights this replaces."""
+
+    def nats() -> float:
+        with torch.no_grad():
+            found = [loss_model_nats(engine.evaluated, engine.placed(batch)) for batch in mine.micro_batches(0)]
+        world = engine.world
+        return float(world.total(torch.stack(found).double().sum())) / (world.tensor_parallel * world.pipeline_parallel)
+
+    def expected(weights: dict[str, torch.Tensor]) -> float:
+        plain.language_model.load_state_dict(weights)
+        with torch.no_grad():
+            return float(sum(loss_model_nats(plain, batch) for batch in everyone.micro_batches(0)))
+
+    assert engine.average is not None
+    before, average = engine.weights(), engine.average_weights()
+    apart = [tensor.clone() for tensor in engine.average.tensors]
+    with engine.averaged():
+        shown = nats()
+    after = nats()
+    changed = sum(not torch.equal(*pair) for pair in zip(engine.average.tensors, apart, strict=True))
+    weights = engine.weights()
+    if not engine.world.is_main_process:
+        return {}
+    assert abs(expected(average) - expected(before)) > 1e-3 * shown, "the two models are hard to tell apart"
+    return {
+        "averaged": abs(shown / expected(average) - 1),
+        "restored": abs(after / expected(before) - 1),
+        "changed": changed + sum(not torch.equal(weights[name], tensor) for name, tensor in before.items()),
+    }
 
 
 def configured(order: dict[str, Any], *overrides: str) -> Config:
@@ -171,6 +212,7 @@ def engines(order: dict[str, Any]) -> int:
             "train.micro_batch_rows=2",
             "train.gradient_clip=0.3",  # below the norm, so that clipping acts
             "train.epsilon=0.01",  # with AdamW's usual one an update of elements near zero magnifies rounding
+            "train.ema_decay=0.5",
         )
         config = configured(order, *fixed)
         alone = (
@@ -196,7 +238,7 @@ def engines(order: dict[str, Any]) -> int:
             optimizer.zero_grad()
             batches = everyone.micro_batches(step) if world.is_main_process else []
             for each in batches:
-                arguments = each.ids_BT, each.targets_BT, each.weights_BT, each.cu_seqlens_N, each.token_count
+                arguments = each.ids_BT, each.targets_BT, each.weights_BT, each.documents, each.token_count
                 total = plain(*arguments, 1 / len(batches)).total
                 total.backward()
                 expected += total.item()
@@ -219,6 +261,7 @@ def engines(order: dict[str, Any]) -> int:
         for name, value in plain.language_model.named_parameters() if world.is_main_process else ():
             error = relative(weights[name], value.detach())
             results[f"weights {stage}"] = max(results.get(f"weights {stage}", 0.0), error)
+        results |= {f"{name} {stage}": error for name, error in averaged(engine, mine, everyone, plain).items()}
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(results))
     return 0

@@ -50,7 +50,7 @@ def main(order: dict[str, Any]) -> int:
             os.environ["CDRMIX_BACKEND"] = "reference"
             with torch.no_grad():
                 plain = build_loss_model(config)
-                arguments = [(b.ids_BT, b.targets_BT, b.weights_BT, b.cu_seqlens_N, b.token_count) for b in batches]
+                arguments = [(b.ids_BT, b.targets_BT, b.weights_BT, b.documents, b.token_count) for b in batches]
                 expected = sum(plain(*each, 1 / len(batches)).total.item() for each in arguments)
             del os.environ["CDRMIX_BACKEND"]
         seed_everything(3)

@@ -54,12 +54,12 @@ def gathered(found: dict[str, torch.Tensor], model: Any, size: int) -> dict[str,
 
 def shares(order: dict[str, Any]) -> int:
     """Writes to `where` the largest relative error of the loss, the counts and the gradients in float64 in any process,
-    with one document in a row and with many, and with each guard dropped."""
+    with one document in a row, with filling and with many, and with each guard dropped."""
     config, whole = configured(order), configured(order, "train.tensor_parallel=1")
     world, results = join(config), {}
 
-    def compare(layout: list[int], guards: dict[str, str | None]) -> None:
-        batch = packed(config, layout)
+    def compare(layout: list[int], guards: dict[str, str | None], tokens: tuple[int, int] | None = None) -> None:
+        batch = packed(config, layout, tokens)
         plain = perturbed(whole, torch.float64)
         expected = run(plain, batch, 1.0)
         divided = build_loss_model(config).double()
@@ -78,6 +78,7 @@ def shares(order: dict[str, Any]) -> int:
 
     layouts = starts(2, config.data.row_length, 2)
     compare(layouts["one document a row"], {"one document a row": None})
+    compare([3], {"filling": None}, (config.data.row_length - 3, 5))
     compare(layouts["many"], {"many": None} | {f"without {guard}": guard for guard in GUARDS})
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(results))

@@ -163,6 +163,7 @@ def test_checkpoints_give_back_all_state_and_only_what_is_trained(
     same, apart = run(work, tmp_path / "runs", *jobs, processes=processes)
     for each in resumed:
         assert same[name(each)] == [], name(each)
+        assert same[f"{name(each)} averaged"] == [], name(each)
         assert same[f"{name(each)} files"], "state that should be in files is in main memory"
     assert not list((tmp_path / "runs" / "files").glob("*")), "files that outlive their process"
     for each in frozen:

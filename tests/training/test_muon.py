@@ -278,6 +278,14 @@ def test_deepspeed_does_not_take_it_for_its_own(make_config: MakeConfig) -> None
         ("train.groups={embeding: {rate: 2.0}}", "unknown kind of parameter\n    allowed: one of matrix, projection,"),
         ("train.schedule={kind: linear, decay: 0.5}", "0.2, for kind=linear; it is a key of wsd"),
         ("train.groups={head: {schedule: {kind: cosine, shape: linear}}}", "sqrt, for kind=cosine; it is a key of wsd"),
+        (
+            "train.schedule={kind: wsd, decay: 0.08}",  # of 6 steps: 0.48, which rounds to 0
+            "schedule.decay: found 0.08 (a number)\n    allowed: above 0.0833333 with train.steps=6: a shorter",
+        ),
+        (
+            "train.groups={embedding: {schedule: {kind: wsd, decay: 0.01}}}",
+            "train.groups.embedding.schedule.decay: found 0.01 (a number)\n    allowed: above 0.0833333 with",
+        ),
     ],
 )
 def test_wrong_combinations_are_refused(make_config: MakeConfig, override: str, message: str) -> None:

@@ -20,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
-from cdrmix.data.loader import Prefetcher
+from cdrmix.data.loader import EvalLoader, Prefetcher
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import CheckpointError, NonFiniteLossError, Preempted
+from cdrmix.eval.perplexity import evaluate
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint, read_weights
+from cdrmix.inference.choice import find_checkpoint
 from cdrmix.model.depth import FIRST_BIAS
 from cdrmix.model.loss import Losses, LossModel
 from cdrmix.run_folder import RunFolder, read_metrics
@@ -169,6 +171,29 @@ def test_broken_off_and_resumed_is_uninterrupted(
     trainer: Trainer, straight: Trainer, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], step: int
 ) -> None:
     break_off_and_resume(trainer, straight, monkeypatch, step, overrides)
+
+
+def test_validations_and_the_best_are_of_the_average_that_is_exported(
+    straight: Trainer, make_config: Callable[..., Config], shards: ShardSet
+) -> None:
+    common = ("train.micro_batch_rows=2", "train.precision=bf16")
+    run, result = straight(common[0], "train.ema_decay=0.9", common[1])
+    config = make_config(*common)
+    rows = config.data.row_length, config.train.micro_batch_rows, config.train.evaluate_rows
+
+    def bits(checkpoint: Path, *, average: bool) -> float:
+        model, loader = stage_a.build_loss_model(config), EvalLoader(shards.valid, *rows)
+        model.language_model.load_state_dict(read_weights(checkpoint, average=average))
+        with torch.autocast("cpu", torch.bfloat16):
+            return evaluate(model, loader, loader.text_bytes).bits_per_byte
+
+    assert result.valid_bits_per_byte == pytest.approx(bits(result.checkpoint, average=True), rel=1e-6)
+    assert result.valid_bits_per_byte != pytest.approx(bits(result.checkpoint, average=False), rel=1e-3)
+    best, reason = find_checkpoint(run, "best")
+    assert f"text ({bits(best, average=True):.4f} bits per byte in its validation)" in reason
+    # Each validation gave back what is trained, bit for bit.
+    plain, _ = straight(*common)
+    assert_same_bits(weights(plain), weights(run))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -412,7 +437,8 @@ def test_compiled_blocks_keep_the_bits_of_a_run_and_share_their_code(
     counters = torch._dynamo.utils.counters
     counters.clear()
     straight, result = trainer(*compiled, "train.checkpoint_every=3", "train.evaluate_rows=3")
-    assert counters["stats"]["unique_graphs"] == 3, "one for attention, two for RWKV-7: its first layer, the others"
+    # one for attention, two for RWKV-7: its first layer, the others; and as many for batches with filling
+    assert counters["stats"]["unique_graphs"] == 6
     assert not counters["graph_break"]
     stop_at(monkeypatch, 3, killed)
     folders: list[RunFolder] = []

@@ -221,7 +221,7 @@ def plain_step(path: str, overrides: tuple[str, ...], shards: str, accumulation:
             batch.ids_BT,
             batch.targets_BT,
             batch.weights_BT,
-            batch.cu_seqlens_N,
+            batch.documents,
             batch.token_count,
             1 / accumulation / size,
             depths,
@@ -332,7 +332,7 @@ def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, flo
     for step in range(3):
         total = 0.0
         for batch in everyone.micro_batches(step):
-            arguments = (batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.cu_seqlens_N, batch.token_count)
+            arguments = (batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.documents, batch.token_count)
             losses = plain(*arguments, 1 / 4)
             losses.total.backward()
             total += losses.total.item()

@@ -62,10 +62,10 @@ class MoeFeedForward(Divisible):
         """x [B, T, D] (normed) -> output and router's report; it needs no cache, because tokens are independent.
 
         gate: which tokens are computed, and the factors of their outputs; None: all, with 1. A skipped token is routed
-        to no expert, and its output is 0.
+        to no expert, and its output is 0; so is filling.
         """
         flat_TD = x.reshape(-1, x.shape[-1])
-        routing = self.router.route(flat_TD, None if gate is None else gate.keep_T, context.group)
+        routing = self.router.route(flat_TD, context, gate)
         routed = Routed.of(routing)
         if gate is not None:
             weights_TK = routing.weights_TK * gate.weight_T.unsqueeze(1)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from cdrmix import ops
 from cdrmix.config.schema_layers import FeedForward
+from cdrmix.model.context import Context
+from cdrmix.model.depth import Gate
 from cdrmix.model.initial_values import drawn, normal
 from cdrmix.model.sequence import SequenceGroup
 
@@ -62,16 +64,20 @@ class Router(nn.Module):
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.jitter, 1 + self.jitter)
         return ops.router_logits(x_TD, self.weight)
 
-    def route(self, x_TD: Tensor, keep_T: Tensor | None = None, sequence: SequenceGroup | None = None) -> ops.Routing:
-        """Which experts each token of x [T, D] goes to. T may be 0, in expert parallelism.
+    def route(self, x_TD: Tensor, context: Context | None = None, gate: Gate | None = None) -> ops.Routing:
+        """Which experts each position of x [T, D] goes to. T may be 0, in expert parallelism.
 
-        keep_T: bool; the other tokens go to none. None: all tokens are kept.
-        sequence: the ranks with the other tokens of the same rows. The mean of their load_balance and z_loss is that of
-            whole rows.
+        context: its filling goes to no expert, and is in no count, capacity or loss. Of a slice of rows, the mean of
+            the slices' load_balance and z_loss is that of whole rows. None: every position is a token of whole rows.
+        gate: the tokens that it skips go to no expert either.
         """
+        tokens, sequence = (None, None) if context is None else (context.tokens, context.group)
+        keep_T = None if tokens is None else tokens.is_token_R
+        if gate is not None:
+            keep_T = gate.keep_T  # without the filling
         # torch.compile would compile separately for every name.
         name = "" if torch.compiler.is_compiling() else self.name
-        capacity = self.capacity(len(x_TD))
+        capacity = self.capacity(len(x_TD if tokens is None else tokens.places_N))
         logits_TE = self(x_TD)
         routing = ops.route_topk(logits_TE, self.top_k, bias=self.bias, capacity=capacity, keep=keep_T, name=name)
         return routing if sequence is None else _of_whole_rows(routing, logits_TE, keep_T, sequence)

@@ -22,7 +22,7 @@ from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.initial_values import Tile, by_inputs, drawn, uniform
 from cdrmix.model.layers import consecutive, linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer
-from cdrmix.model.sequence import SequenceGroup, SequenceSlice
+from cdrmix.model.sequence import SequenceSlice
 from cdrmix.model.tensor_parallel import Cut
 
 DECAY_RANGE = (1.0, 16.0)  # initial -A, uniform
@@ -106,10 +106,10 @@ class Mamba2(Mixer):
         self.inner, self.groups, self.heads = self.inner // size, self.groups // size, self.heads // size
         self.channels //= size
 
-    def project(self, x: Tensor, sequence: SequenceGroup | None = None) -> Projected:
+    def project(self, x: Tensor, context: Context | None = None) -> Projected:
         """x [B, T, D] (normed) -> the inputs of the convolution, the scan and the gate, token by token.
 
-        sequence: the ranks with the other tokens of the same rows.
+        context: of the tokens, for a router; None: every position is a token of whole rows.
         """
         return Projected(*self.input(self.copied(x)).split([self.inner, self.channels, self.heads], -1))
 
@@ -120,7 +120,7 @@ class Mamba2(Mixer):
     def forward(self, x: Tensor, context: Context, cache: MambaCache | None) -> Mixed:
         """x [B, T, D] (normed) -> its output, and the cache after the last token if wanted."""
         batch, length, _ = x.shape
-        gate, x_B_C, step, routing = self.project(x, context.group)
+        gate, x_B_C, step, routing = self.project(x, context)
         inputs_BTC, before_BWC = x_B_C, cache.convolved_BWC if cache else None
         if context.token_by_token:
             assert before_BWC is not None

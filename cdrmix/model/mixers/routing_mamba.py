@@ -13,12 +13,12 @@ from torch import Tensor
 
 from cdrmix import ops
 from cdrmix.config.schema import Model
+from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Router
 from cdrmix.model.initial_values import by_inputs, drawn, zeros
 from cdrmix.model.layers import consecutive, linear
 from cdrmix.model.mixers.base import MIXERS
 from cdrmix.model.mixers.mamba2 import Mamba2, Projected
-from cdrmix.model.sequence import SequenceGroup
 from cdrmix.model.tensor_parallel import Cut
 from cdrmix.ops.backend import compute_dtype
 
@@ -54,8 +54,8 @@ class RoutingMamba(Mamba2):
             "w_down": Cut(1),
         }
 
-    def project(self, x: Tensor, sequence: SequenceGroup | None = None) -> Projected:
-        routing = self.router.route(x.flatten(0, 1), sequence=sequence)
+    def project(self, x: Tensor, context: Context | None = None) -> Projected:
+        routing = self.router.route(x.flatten(0, 1), context)
         x = self.copied(x)
         routing = dataclasses.replace(routing, weights_TK=self.copied(routing.weights_TK))
         gate, x_inner = mixed_product(x, self.w_up, routing).chunk(2, -1)
