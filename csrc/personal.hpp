@@ -44,7 +44,9 @@ inline bool is(char c, std::uint8_t classes) noexcept { return (CLASS[static_cas
 
 }  // namespace shapes
 
-class PersonalData {
+// COUNTED: steps() tells how often a byte was looked at, for the test that this is linear.
+template <bool COUNTED>
+class PersonalScanner {
   public:
     enum Kind : std::uint8_t { EMAIL, PHONE, IP, CREDIT_CARD, IBAN, TOKEN, ASSIGNED };
     static constexpr const char* NAMES[] = {"email", "phone", "ip", "credit_card", "iban", "token", "assigned"};
@@ -82,6 +84,8 @@ class PersonalData {
         return std::move(found_);
     }
 
+    std::uint64_t steps() const noexcept { return steps_; }
+
   private:
     static constexpr auto DIGIT = shapes::DIGIT, UPPER = shapes::UPPER, UNDERSCORE = shapes::UNDERSCORE;
     static constexpr auto STARTS = shapes::STARTS, LETTER = shapes::LETTER, ALPHANUMERIC = shapes::ALPHANUMERIC;
@@ -97,9 +101,21 @@ class PersonalData {
         std::size_t size() const noexcept { return end - begin; }
     };
 
-    unsigned char byte(std::size_t i) const noexcept { return static_cast<unsigned char>(text_[i]); }
-    char at(std::size_t i) const noexcept { return i < size_ ? text_[i] : '\n'; }
-    char before(std::size_t i, std::size_t steps) const noexcept { return steps <= i ? text_[i - steps] : '\n'; }
+    void step(std::size_t number = 1) const noexcept {
+        if constexpr (COUNTED) steps_ += number;
+    }
+    unsigned char byte(std::size_t i) const noexcept {
+        step();
+        return static_cast<unsigned char>(text_[i]);
+    }
+    char at(std::size_t i) const noexcept {
+        step();
+        return i < size_ ? text_[i] : '\n';
+    }
+    char before(std::size_t i, std::size_t steps) const noexcept {
+        step();
+        return steps <= i ? text_[i - steps] : '\n';
+    }
 
     void add(Kind kind, std::size_t begin, std::size_t end) { found_.push_back({kind, begin, end}); }
 
@@ -294,9 +310,9 @@ class PersonalData {
     // Where the part before the @ begins; `sign` if there is none.
     std::size_t narrow_local(std::size_t sign) const noexcept {
         std::size_t begin = sign;
-        while (begin != 0 && sign - begin < LOCAL && is_local(text_[begin - 1])) --begin;
+        while (begin != 0 && sign - begin < LOCAL && is_local(before(begin, 1))) --begin;
         if ((sign - begin == LOCAL && is_local(before(begin, 1))) || before(sign, 1) == '.') return sign;
-        while (begin != sign && !is(text_[begin], WORD)) ++begin;
+        while (begin != sign && !is(at(begin), WORD)) ++begin;
         return begin;
     }
 
@@ -305,13 +321,15 @@ class PersonalData {
         if (before(sign, 1) == '.' || end == 0) return sign;
         // In a domain beyond ASCII, scripts may mix, and before it too. Letters after `.com` belong to the sentence.
         std::size_t dot = end;
-        while (text_[dot - 1] != '.') --dot;
+        while (before(dot, 1) != '.') --dot;
+        step(dot - sign);
         const auto is_ascii = [](char c) { return static_cast<unsigned char>(c) < 0x80; };
         const bool mixed = !std::all_of(text_ + sign, text_ + dot + 1, is_ascii);
         const char* p = text_ + sign;
         std::size_t begin = sign, first = sign;  // `first`: of the letters
         int kind = -1;                           // whether the last letter is of a script that touches others
         while (p != text_) {
+            step();
             const char32_t c = unicode::decode_before(text_, p);
             const bool letter = is_foreign(c) || (c < 0x80 && is(static_cast<char>(c), ALPHANUMERIC));
             if (letter) {
@@ -433,7 +451,7 @@ class PersonalData {
     // The end of at least `least` characters of the classes from `from` to `limit`; 0 if there are fewer.
     std::size_t run(std::size_t from, std::uint8_t classes, std::size_t least, std::size_t limit) const noexcept {
         std::size_t end = from;
-        while (end < std::min(size_, limit) && is(text_[end], classes)) ++end;
+        while (end < std::min(size_, limit) && is(at(end), classes)) ++end;
         return end - from >= least ? end : 0;
     }
 
@@ -471,7 +489,7 @@ class PersonalData {
     std::size_t end_of_dashed(std::size_t from, std::size_t number) noexcept {
         Group& kept = runs_[number];
         if (from < kept.begin || from >= kept.end)
-            for (kept = {from, from}; kept.end < size_ && is(text_[kept.end], DASHED);) ++kept.end;
+            for (kept = {from, from}; kept.end < size_ && is(at(kept.end), DASHED);) ++kept.end;
         return kept.end;
     }
 
@@ -529,9 +547,12 @@ class PersonalData {
 
     const char* text_ = nullptr;
     std::size_t size_ = 0;
+    mutable std::uint64_t steps_ = 0;
     std::vector<Candidate> found_;
     std::array<Group, 3> runs_{};
     std::array<Window, 3> windows_{};
 };
+
+using PersonalData = PersonalScanner<false>;
 
 }  // namespace cdrmix

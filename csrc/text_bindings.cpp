@@ -109,6 +109,15 @@ PYBIND11_MODULE(_text, module) {
     module.def("personal", &personal, py::arg("text"), py::arg("begin") = 0, py::arg("most") = SIZE_MAX,
                "Spans shaped like personal data: (kind, begin, end) in bytes of UTF-8, in the order of their words. Of a "
                "text that begins at byte `begin`, those at the words and signs of its first `most` bytes.");
+    module.def(
+        "personal_steps",
+        [](const py::str& text) {
+            const std::string_view view = utf8(text);
+            cdrmix::PersonalScanner<true> scanner;
+            scanner.scan(view.data(), view.size(), view.size());
+            return scanner.steps();
+        },
+        py::arg("text"), "How often `personal` looks at a byte of the text.");
     py::class_<cdrmix::LanguageModel>(module, "LanguageModel", "A quantised fastText classifier of texts.")
         .def(py::init([](const py::bytes& file) { return cdrmix::LanguageModel(static_cast<std::string_view>(file)); }),
              py::arg("file"))

