@@ -290,7 +290,8 @@ class TextTokenizer:
         """Whether the tokenizer is lossless. Refuses one that is not, if asked, and one that encodes text to the
         end-of-text id."""
         spelled = lossless and any("".join(pair) == self.end_of_text for pair in _pairs(model.get("merges", [])))
-        probe = f"{_probe()}{self.end_of_text} {self.end_of_text}"
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        probe = f"{_probe()}{''.join(map(_probe_of, added))}{self.end_of_text} {self.end_of_text}"
         ids = self.encode(probe)
         if spelled or self.end_of_text_id in ids:
             raise VocabularyError(
@@ -299,6 +300,13 @@ class TextTokenizer:
             )
         same = self._byte_level and self.decode_bytes(ids) == probe.encode("utf-8") and not model.get("dropout")
         if lossless and not same:
+            for token in added:
+                if self.decode(self.encode(_probe_of(token))) != _probe_of(token):
+                    raise VocabularyError(
+                        f"{name} does not give text back unchanged: its added token {token!r} takes the white space "
+                        "beside it (lstrip, rstrip) or changes the text around it; set both to false in the file, make "
+                        "the token special, or accept a tokenizer that changes text by data.tokenizer.lossless: false"
+                    )
             raise VocabularyError(
                 f"{name} does not give text back unchanged; data.tokenizer.path takes byte-level BPE without "
                 "normalizer, prefix space or dropout (such as GPT-2's), or leave it out to train one on the corpus; "
@@ -447,6 +455,11 @@ def _pairs(merges: Iterable[str | list[str]]) -> Iterator[list[str]]:
     """The merges as pairs. Older files write them as one string with a space."""
     for merge in merges:
         yield merge.split(" ") if isinstance(merge, str) else merge
+
+
+def _probe_of(token: str) -> str:
+    """Text with an added token between spaces, letters, digits, punctuation and line ends."""
+    return "".join(f"{side}{token}{side}" for side in ("  ", "a", "\n", " \n\n ", "\t", "1", "!", "é", "_", "\r\n")) + token
 
 
 def _probe() -> str:

@@ -174,6 +174,34 @@ def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path, change: Callable
     assert str(path) in str(caught.value)
 
 
+def added(**settings: bool) -> bytes:
+    """A tokenizer with a further added token."""
+    none = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+
+    def add(content: dict[str, Any]) -> None:
+        content["added_tokens"].append({"id": len(content["model"]["vocab"]), "content": "<think>", **none, **settings})
+
+    return gpt2_like(add)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"lstrip": True}, {"rstrip": True}, {"single_word": True}])
+def test_an_added_token_that_takes_spaces_is_refused(settings: dict[str, bool], special: bool, tmp_path: Path) -> None:
+    """Unless it is special: then its name in a text is text."""
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(added(special=special, **settings))
+    text = "a <think> b  <think>\n\n<think>\tc"
+    if special or not {"lstrip", "rstrip"} & settings.keys():
+        loaded = TextTokenizer.load(path, END)
+        assert loaded.decode(loaded.encode(text)) == text
+        return
+    with pytest.raises(VocabularyError, match=r"its added token '<think>' takes the white space beside it"):
+        TextTokenizer.load(path, END)
+    loaded = TextTokenizer.load(path, END, lossless=False)
+    assert not loaded.lossless
+    assert loaded.decode(loaded.encode(text)) != text
+
+
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
 def test_a_file_that_is_no_tokenizer(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "tokenizer.json"
