@@ -19,6 +19,7 @@ from cdrmix.data.token_bytes import byte_alphabet
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 
+
 # Pre-tokenisation of tokenizers that are trained here: BPE tokens never cross these cuts. The alternatives are a word
 # with one preceding character (" word", ".name", "(self"); up to three digits; punctuation with the following line end
 # and indentation (":\n        "); white space over line ends with the next indentation; white space. Bytes per held-out

@@ -254,7 +254,9 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner
             yield text
             if read_bytes >= section.train_bytes:
                 break
-        runner.say(f"Merging pairs of {read_bytes / 1e6:.2f} MB to a tokenizer of at most {config.model.vocab_size} ids")
+        runner.say(
+            f"Merging pairs of {read_bytes / 1e6:.2f} MB to a tokenizer of at most {config.model.vocab_size} ids"
+        )
 
     def make() -> dict[str, Any]:
         started, begun = time.monotonic(), time.process_time()

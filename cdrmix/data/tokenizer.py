@@ -459,7 +459,10 @@ def _pairs(merges: Iterable[str | list[str]]) -> Iterator[list[str]]:
 
 def _probe_of(token: str) -> str:
     """Text with an added token between spaces, letters, digits, punctuation and line ends."""
-    return "".join(f"{side}{token}{side}" for side in ("  ", "a", "\n", " \n\n ", "\t", "1", "!", "é", "_", "\r\n")) + token
+    return (
+        "".join(f"{side}{token}{side}" for side in ("  ", "a", "\n", " \n\n ", "\t", "1", "!", "é", "_", "\r\n"))
+        + token
+    )
 
 
 def _probe() -> str:

@@ -136,7 +136,7 @@ def _found(text: str, data: bytes, kinds: Collection[str]) -> Iterator[tuple[str
             return 0
         candidate = Candidate(data, begin, -negative_end, data[max(0, begin - CONTEXT) : begin])
         size = VALIDATORS[shape](candidate)
-        if not size and 0 < done and begin - CONTEXT < done:
+        if not size and done > 0 and begin - CONTEXT < done:
             size = VALIDATORS[shape](candidate._replace(left=(replaced + data[done:begin])[-CONTEXT:]))
         return size
 
