@@ -83,13 +83,6 @@ constexpr bool ends_sentence(char32_t c) noexcept { return one_of(c, U"。！？
 constexpr bool closes(char32_t c) noexcept { return one_of(c, U")]}\"'”’»"); }
 constexpr bool is_bullet(char32_t c) noexcept { return one_of(c, U"-*•‣▪▸►●○◦∙·–⁃"); }
 
-// Scripts written without spaces between words: Han, kana, Thai, Lao, Tibetan, Myanmar, Khmer.
-constexpr bool is_unspaced(char32_t c) noexcept {
-    return (c >= 0x0E00 && c < 0x1000) || (c >= 0x1000 && c < 0x10A0) || (c >= 0x1780 && c < 0x1800) ||
-           (c >= 0x2E80 && c < 0x3130) || (c >= 0x31F0 && c < 0xA000) || (c >= 0xF900 && c < 0xFB00) ||
-           (c >= 0xFF66 && c < 0xFFA0) || (c >= 0x20000 && c < 0x32000);
-}
-
 }  // namespace characters
 
 class TextStatistics {
@@ -233,7 +226,7 @@ class TextStatistics {
     // Counts a character beyond ASCII by its properties.
     std::uint8_t read_other(char32_t c) noexcept {
         const std::uint8_t properties = unicode::properties(c);
-        if (characters::is_unspaced(c) && (properties & unicode::ALPHABETIC)) at(Statistic::unspaced_characters) += 1;
+        if (unicode::is_unspaced(c) && (properties & unicode::ALPHABETIC)) at(Statistic::unspaced_characters) += 1;
         at(Statistic::ellipses) += c == U'…';
         at(Statistic::sentences) += characters::ends_sentence(c);
         return static_cast<std::uint8_t>((properties & unicode::SPACE ? characters::SPACE : 0) |

@@ -61,16 +61,18 @@ py::tuple statistic_names() {
 py::bytes squeezed(const py::str& text) { return cdrmix::squeezed(utf8(text)); }
 
 // Offsets count bytes of UTF-8.
-py::list personal(const py::str& text) {
-    const std::string_view view = utf8(text);
+py::list personal(const py::str& text, std::size_t begin, std::size_t most) {
+    const std::string_view whole = utf8(text);
+    if (begin > whole.size()) throw py::value_error("begin must not be behind the text");
+    const std::string_view view = whole.substr(begin);
     std::vector<cdrmix::PersonalData::Candidate> found;
     {
         py::gil_scoped_release release;
-        found = cdrmix::PersonalData().scan(view.data(), view.size());
+        found = cdrmix::PersonalData().scan(view.data(), view.size(), most);
     }
     py::list out;
     for (const auto& candidate : found)
-        out.append(py::make_tuple(cdrmix::PersonalData::NAMES[candidate.kind], candidate.begin, candidate.end));
+        out.append(py::make_tuple(cdrmix::PersonalData::NAMES[candidate.kind], begin + candidate.begin, begin + candidate.end));
     return out;
 }
 
@@ -104,8 +106,18 @@ PYBIND11_MODULE(_text, module) {
             return cdrmix::is_surely_normal(view.data(), view.size());
         },
         py::arg("text"), "True only if normalising changes nothing; UnicodeEncodeError for lone surrogates.");
-    module.def("personal", &personal, py::arg("text"),
-               "Spans shaped like personal data: (kind, begin, end) in bytes of UTF-8, in the order of their words.");
+    module.def("personal", &personal, py::arg("text"), py::arg("begin") = 0, py::arg("most") = SIZE_MAX,
+               "Spans shaped like personal data: (kind, begin, end) in bytes of UTF-8, in the order of their words. Of a "
+               "text that begins at byte `begin`, those at the words and signs of its first `most` bytes.");
+    module.def(
+        "personal_steps",
+        [](const py::str& text) {
+            const std::string_view view = utf8(text);
+            cdrmix::PersonalScanner<true> scanner;
+            scanner.scan(view.data(), view.size(), view.size());
+            return scanner.steps();
+        },
+        py::arg("text"), "How often `personal` looks at a byte of the text.");
     py::class_<cdrmix::LanguageModel>(module, "LanguageModel", "A quantised fastText classifier of texts.")
         .def(py::init([](const py::bytes& file) { return cdrmix::LanguageModel(static_cast<std::string_view>(file)); }),
              py::arg("file"))

@@ -45,6 +45,13 @@ inline char32_t lower(char32_t c) noexcept {
     return static_cast<char32_t>(static_cast<std::int32_t>(c) + record(c).to_lower);
 }
 
+// Scripts written without spaces between words: Han, kana, Thai, Lao, Tibetan, Myanmar, Khmer.
+constexpr bool is_unspaced(char32_t c) noexcept {
+    return (c >= 0x0E00 && c < 0x1000) || (c >= 0x1000 && c < 0x10A0) || (c >= 0x1780 && c < 0x1800) ||
+           (c >= 0x2E80 && c < 0x3130) || (c >= 0x31F0 && c < 0xA000) || (c >= 0xF900 && c < 0xFB00) ||
+           (c >= 0xFF66 && c < 0xFFA0) || (c >= 0x20000 && c < 0x32000);
+}
+
 // Reads the code point at p < end and moves p after it, never beyond `end`.
 inline char32_t decode(const char*& p, const char* end) noexcept {
     const auto byte = [&](int i) -> char32_t { return static_cast<unsigned char>(p[i]); };

@@ -1,6 +1,7 @@
 // The words of a UTF-8 text as 64-bit hashes, and the hashes of runs of n words (shingles).
 //
-// Words are those of Python's re.findall(r"\w+", text.lower()). A word's hash is that of its lower case in UTF-8. A
+// Words are those of Python's re.findall(r"\w+", text.lower()), but each character of a script that is written without
+// spaces is a word: otherwise a whole clause would be one. A word's hash is that of its lower case in UTF-8. A
 // buffer in the first-level cache holds a part of the text in lower case, and a bit for each byte that says whether it
 // belongs to a word. ASCII is lowered and classified 16 bytes at a time, everything else by unicode.hpp.
 #pragma once
@@ -52,6 +53,15 @@ struct WordHash {
         return value;
     }
 };
+
+// Whether a character is a word by itself: letters, digits and vowel signs of Han, kana, Thai, Lao, Myanmar and Khmer.
+// Tibetan separates its syllables by a mark.
+inline bool is_own_word(char32_t c, std::uint8_t properties) noexcept {
+    if (!unicode::is_unspaced(c) || (c >= 0x0F00 && c < 0x1000)) return false;
+    if (properties & unicode::WORD) return true;
+    const bool with_vowel_signs = c < 0x1800;  // Thai, Lao, Myanmar, Khmer
+    return with_vowel_signs && !(properties & (unicode::SPACE | unicode::PUNCTUATION));
+}
 
 // Reads the words of texts, one text after the other.
 class Words {
@@ -119,15 +129,18 @@ class Words {
     // Lowers and classifies one character; moves p after it, and `filled` after its lower case.
     void add_character(const char*& p, std::size_t& filled) noexcept {
         unicode::decode_lower(begin_, p, end_, [&](char32_t c) {
+            const std::uint8_t properties = unicode::properties(c);
+            const bool alone = is_own_word(c, properties);
+            filled += alone;  // a byte that belongs to no word, before and behind it
             const auto size = static_cast<std::size_t>(unicode::encode(c, lowered_ + filled) - (lowered_ + filled));
-            if (unicode::properties(c) & unicode::WORD) mark(filled, (1U << size) - 1);
-            filled += size;
+            if (alone || (properties & unicode::WORD)) mark(filled, (1U << size) - 1);
+            filled += size + alone;
         });
     }
 
     // Fills the buffer with lower case, as far as there is text.
     void fill() noexcept {
-        static_assert(STEP >= 2 * unicode::MOST_BYTES, "a character must fit STEP bytes");
+        static_assert(STEP >= 2 * (unicode::MOST_BYTES + 2), "a character must fit STEP bytes");
         const char* p = next_;
         std::size_t filled = filled_;
         while (p != end_ && filled + STEP <= CHUNK) {

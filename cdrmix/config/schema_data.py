@@ -266,7 +266,7 @@ class Dedup(Section):
     near_duplicates: bool = True
     """Drop near-duplicates (MinHash LSH, verified by exact Jaccard similarity)."""
     ngram: PositiveInt = 5
-    """Words of a shingle."""
+    """Words of a shingle; in scripts without spaces between words, such as Chinese and Thai, characters."""
     num_perm: PositiveInt = 128
     """Values of a MinHash signature."""
     bands: PositiveInt = 16

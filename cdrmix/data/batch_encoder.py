@@ -19,18 +19,25 @@ from cdrmix.data.token_bytes import byte_alphabet
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 
+
 # Pre-tokenisation of tokenizers that are trained here: BPE tokens never cross these cuts. The alternatives are a word
 # with one preceding character (" word", ".name", "(self"); up to three digits; punctuation with the following line end
 # and indentation (":\n        "); white space over line ends with the next indentation; white space. Bytes per held-out
 # token on the Python 3.11 standard library with a vocabulary of 4,096: 3.71. The GPT-2 pattern has 3.45. A pattern that
 # separates line ends and indentation, like that of GPT-4, has 3.46.
-PRETOKENIZER_PATTERN = (
-    r"[^\r\n\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+"
-    r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{M}\p{N}]+(?:\s*\n\s*)?"
-    r"|\s*\n\s*"
-    r"|\s+"
-)
+def pretokenizer_pattern(most: int | None = None) -> str:
+    """The pattern; with runs of at most `most` characters for the training, which otherwise takes quadratic time."""
+    many, any_number = ("+", "*") if most is None else (f"{{1,{most}}}", f"{{0,{most}}}")
+    return (
+        rf"[^\r\n\p{{L}}\p{{M}}\p{{N}}]?[\p{{L}}\p{{M}}]{many}"
+        r"|\p{N}{1,3}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]{many}(?:\s{any_number}\n\s{any_number})?"
+        rf"|\s{any_number}\n\s{any_number}"
+        rf"|\s{many}"
+    )
+
+
+PRETOKENIZER_PATTERN = pretokenizer_pattern()
 
 # The patterns of pre-tokenisation for which tests/data/test_batch_encoder.py compares the ids of both packages over
 # all code points and hostile texts. The step ByteLevel with use_regex means GPT-2's.
@@ -42,6 +49,10 @@ PATTERNS = {
     "llama3": _WORDS_AND_NUMBERS % "{1,3}" + r"|\s*[\r\n]+|\s+(?!\S)|\s+",
     "qwen2": _WORDS_AND_NUMBERS % "" + r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+
+
+# Characters of the longest token with which fastokens is used: it reads the file in time quadratic in that length.
+LONGEST_TOKEN = 4096
 
 
 class BatchEncoder(Protocol):
@@ -141,6 +152,8 @@ def unsupported(content: dict[str, Any]) -> str | None:
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if len({*merges}) < len(merges):
         return "the model lists a merge twice"
+    if (longest := max(map(len, model["vocab"]), default=0)) > LONGEST_TOKEN:
+        return f"the vocabulary has a token of {longest:,} bytes"
     if not byte_alphabet().keys() <= model["vocab"].keys():
         return "the vocabulary lacks some bytes"
     if content.get("normalizer") is not None:

@@ -19,6 +19,7 @@ everything else to `next_token`.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -259,7 +260,11 @@ def _repeated(values: Sequence[float], ids: Sequence[Ids], neutral: Any) -> Any:
 def _stretch(text: str, spans: Sequence[Marked], start: int, stop: int) -> Iterator[Piece]:
     """The text from start to stop, cut at the borders of the spans."""
     position = start
-    for span in spans:
+    # From the first span that ends behind `start`: a text has many stretches and may have many spans.
+    for number in range(bisect_right(spans, start, key=lambda span: span.stop), len(spans)):
+        span = spans[number]
+        if span.start >= stop:
+            break
         low, high = max(span.start, start), min(span.stop, stop)
         if low < high:
             if position < low:

@@ -276,11 +276,17 @@ def train_tokenizer(config: Config, survivors: Survivors, threshold: int, runner
 
     def texts() -> Iterator[str]:
         nonlocal read_bytes
+        progress = Progress(runner.say, "tokenizer")
         for text in training_texts(survivors, threshold):
-            read_bytes += len(text.encode("utf-8"))
+            size = len(text.encode("utf-8"))
+            read_bytes += size
+            progress.add(size)
             yield text
             if read_bytes >= section.train_bytes:
-                return
+                break
+        runner.say(
+            f"Merging pairs of {read_bytes / 1e6:.2f} MB to a tokenizer of at most {config.model.vocab_size} ids"
+        )
 
     def make() -> dict[str, Any]:
         started, begun = time.monotonic(), time.process_time()

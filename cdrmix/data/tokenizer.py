@@ -19,13 +19,16 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cdrmix.data import batch_encoder, token_bytes, tokenizer_files
-from cdrmix.data.batch_encoder import PRETOKENIZER_PATTERN, BatchEncoder, Ids, ReferenceEncoder
+from cdrmix.data.batch_encoder import BatchEncoder, Ids, ReferenceEncoder, pretokenizer_pattern
 from cdrmix.errors import VocabularyError
 
 PIECE_CHARACTERS = 2**20  # longer texts are encoded in pieces, which bounds memory and uses all cores
 GROUP_CHARACTERS = 2**22  # encoded by one call
 # Texts with fewer characters are encoded before an encoder is made, which takes as long as encoding 0.1 to 1 MB.
 FEW_CHARACTERS = 2**16
+# Characters of a word in training, of punctuation in a row and of white space. Longer ones are cut: the training takes
+# time quadratic in the length of a word, and a token of that length has no use. No word of a language is longer.
+LONGEST_WORD = 512
 
 
 class TextTokenizer:
@@ -148,17 +151,13 @@ class TextTokenizer:
         special_tokens: in addition to `end_of_text`, such as the marks of data.objectives.fim.
         min_frequency: occurrences of a pair that is merged. max_token_length: bound in bytes; None: none.
         nfkc: bring texts into the Unicode normal form NFKC. Then the tokenizer is not lossless.
+        Words, and runs of punctuation or white space, are cut after LONGEST_WORD characters here, not when encoding.
         The result depends only on the texts and their order, not on the number of threads.
         """
         tokenizer = Tokenizer(models.BPE())
         if nfkc:
             tokenizer.normalizer = normalizers.NFKC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(PRETOKENIZER_PATTERN), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        tokenizer.pre_tokenizer = _splitting(LONGEST_WORD)
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -171,6 +170,7 @@ class TextTokenizer:
             max_token_length=max_token_length,
         )
         tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+        tokenizer.pre_tokenizer = _splitting()
         json_bytes = tokenizer.to_str(pretty=True).encode("utf-8")
         return cls(json_bytes, end_of_text, lossless=not nfkc, name="the trained tokenizer")
 
@@ -290,7 +290,8 @@ class TextTokenizer:
         """Whether the tokenizer is lossless. Refuses one that is not, if asked, and one that encodes text to the
         end-of-text id."""
         spelled = lossless and any("".join(pair) == self.end_of_text for pair in _pairs(model.get("merges", [])))
-        probe = f"{_probe()}{self.end_of_text} {self.end_of_text}"
+        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        probe = f"{_probe()}{''.join(map(_probe_of, added))}{self.end_of_text} {self.end_of_text}"
         ids = self.encode(probe)
         if spelled or self.end_of_text_id in ids:
             raise VocabularyError(
@@ -299,6 +300,13 @@ class TextTokenizer:
             )
         same = self._byte_level and self.decode_bytes(ids) == probe.encode("utf-8") and not model.get("dropout")
         if lossless and not same:
+            for token in added:
+                if self.decode(self.encode(_probe_of(token))) != _probe_of(token):
+                    raise VocabularyError(
+                        f"{name} does not give text back unchanged: its added token {token!r} takes the white space "
+                        "beside it (lstrip, rstrip) or changes the text around it; set both to false in the file, make "
+                        "the token special, or accept a tokenizer that changes text by data.tokenizer.lossless: false"
+                    )
             raise VocabularyError(
                 f"{name} does not give text back unchanged; data.tokenizer.path takes byte-level BPE without "
                 "normalizer, prefix space or dropout (such as GPT-2's), or leave it out to train one on the corpus; "
@@ -381,6 +389,16 @@ class TextTokenizer:
         return self._spellings[token]
 
 
+def _splitting(most: int | None = None) -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer of tokenizers that are trained here. most: characters of a word; None: any number."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pretokenizer_pattern(most)), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
 def pieces(text: str) -> Iterator[str]:
     """`text` in pieces of at most PIECE_CHARACTERS, cut after line ends if possible."""
     start = 0
@@ -437,6 +455,14 @@ def _pairs(merges: Iterable[str | list[str]]) -> Iterator[list[str]]:
     """The merges as pairs. Older files write them as one string with a space."""
     for merge in merges:
         yield merge.split(" ") if isinstance(merge, str) else merge
+
+
+def _probe_of(token: str) -> str:
+    """Text with an added token between spaces, letters, digits, punctuation and line ends."""
+    return (
+        "".join(f"{side}{token}{side}" for side in ("  ", "a", "\n", " \n\n ", "\t", "1", "!", "é", "_", "\r\n"))
+        + token
+    )
 
 
 def _probe() -> str:

@@ -77,9 +77,18 @@ def _answers(context: str, answers: Iterable[str], gold: int) -> Item:
     return Item(tuple((context, f" {answer}") for answer in kept), kept, gold)
 
 
+# A mark of WikiHow; also what is open to the end of the line, which a search for the end alone would read again from
+# each further bracket.
+_MARK = re.compile(r"\[[^\]\n]*\]?")
+
+
+def _unless_closed(match: re.Match[str]) -> str:
+    return "" if match[0].endswith("]") else match[0]
+
+
 def _plain(text: str) -> str:
     """Without the marks of WikiHow, as in lm-eval's hellaswag/utils.py."""
-    without = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    without = _MARK.sub(_unless_closed, text.strip().replace(" [title]", ". "))
     return without.replace("  ", " ")
 
 

@@ -31,7 +31,10 @@ CONTEXT = 1500  # characters of a document before a function's head that the mod
 BODY = 4000  # characters; a longer human body is not taken
 STOP = ("\nassert", "\nprint", "\nif ", "\n#", '\n"""')
 STOP_BODY = (*STOP, "\nclass ", "\ndef ", "\n@")  # where the text is the body of a function
-_HEAD = re.compile(r"^(?:async )?def \w+\(.*\)(?: *->.*)?:(?=[ \t]*\n)", re.MULTILINE)
+# A line that begins as the head of a function and ends with a colon, without what is before it; `_ANNOTATED` tells
+# whether the brackets close. One expression for both would take quadratic time.
+_HEAD = re.compile(r"^(?:async )?def \w+\((.*):(?=[ \t]*\n)", re.MULTILINE)
+_ANNOTATED = re.compile(r"\) *->")
 
 
 class Problem(NamedTuple):
@@ -88,6 +91,8 @@ def function_heads(documents: Iterable[str], most: int = HEADS) -> Iterator[tupl
         if found == most:
             return
         for match in _HEAD.finditer(document):
+            if not match[1].endswith(")") and not _ANNOTATED.search(match[1]):
+                continue
             body = cut(document[match.end() : match.end() + BODY])
             if not body.strip() or len(body) >= BODY - 1:
                 continue

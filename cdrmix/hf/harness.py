@@ -36,7 +36,12 @@ NEW_TOKENS = 256  # of a continuation, if the task does not say
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # names of the same limit
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Names of tasks, groups and tags in the YAML files of lm-eval; entries of lists too, so there are more.
-NAMED = re.compile(r"^\s*-?\s*[\"']?(?:(?:task|group|tag)[\"']?:\s*)?[\"']?([\w.+/-]+)[\"']?\s*$", re.MULTILINE)
+# White space within a line: \s would read the empty lines after it again from each of them.
+_BLANK = r"[^\S\r\n]*"
+NAMED = re.compile(
+    rf"^{_BLANK}(?:-{_BLANK})?[\"']?(?:(?:task|group|tag)[\"']?:{_BLANK})?[\"']?([\w.+/-]+)[\"']?{_BLANK}\r?$",
+    re.MULTILINE,
+)
 
 _BETTER: dict[bool | None, str] = {True: "higher", False: "lower"}
 

@@ -39,11 +39,12 @@ std::vector<std::string> words_of(const Text& text) {
         const char* const start = p;
         unicode::decode_lower(text.begin(), p, end, [&](char32_t c) {
             require(c < unicode::CODE_POINTS, "a lower case is a code point");
-            const bool is_word = unicode::properties(c) & unicode::WORD;
-            if (is_word && !inside) words.emplace_back();
+            const bool alone = is_own_word(c, unicode::properties(c));
+            const bool is_word = alone || (unicode::properties(c) & unicode::WORD);
+            if (is_word && (alone || !inside)) words.emplace_back();
             char bytes[unicode::MOST_BYTES];
             if (is_word) words.back().append(bytes, unicode::encode(c, bytes));
-            inside = is_word;
+            inside = is_word && !alone;
         });
         require(p > start && p <= end, "every character moves on, within the text");
     }

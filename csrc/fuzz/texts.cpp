@@ -49,7 +49,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                 "a statistic is a count");
     require(counts[0] <= static_cast<double>(whole.size()), "there are not more characters than bytes");
 
-    for (const auto& found : PersonalData().scan(text.get(), whole.size()))
+    for (const auto& found : PersonalData().scan(text.get(), whole.size(), whole.size()))
         require(found.begin < found.end && found.end <= whole.size(), "personal data stands within the text");
 
     const std::size_t most = 8 + data[0];

@@ -230,6 +230,7 @@ SPLIT = "pre_tokenizer.pretokenizers"
         ("gpt2", change("model.dropout", 0.1), "dropout"),
         ("gpt2", change("model.end_of_word_suffix", "</w>"), "end_of_word_suffix"),
         ("gpt2", lambda content: content["model"]["vocab"].pop("ł"), "lacks some bytes"),
+        ("gpt2", lambda content: content["model"]["vocab"].update({"a" * 5000: 1500}), "a token of 5,000 bytes"),
         ("gpt2", lambda content: content["model"]["merges"].append(content["model"]["merges"][0]), "a merge twice"),
         ("gpt2", change("normalizer", {"type": "NFC"}), "normalizer NFC"),
         ("gpt2", lambda content: content["added_tokens"][0].update(special=False), "not special"),

@@ -113,6 +113,7 @@ def test_addresses_and_hosts(make_config: Any, tmp_path: Path) -> None:
         "https://example.org/a",
         *(f"https://sub{number}.example.org/{number}" for number in range(5)),
         *(f"https://site{number}.co.uk/" for number in range(3)),
+        *(f"https://forum.example.net/#!topic/{number}" for number in range(2)),
         None,
         None,
     ]
@@ -124,6 +125,7 @@ def test_addresses_and_hosts(make_config: Any, tmp_path: Path) -> None:
     assert shards.report["filtered"] == {"duplicate_url": 1, "documents_per_host": 3}
     assert sum("example.org" in str(url) for url in urls) == 3
     assert sum("co.uk" in str(url) for url in urls) == 3
+    assert sum("#!topic" in str(url) for url in urls) == 2
     assert urls.count(None) == 2
 
 

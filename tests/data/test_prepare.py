@@ -65,6 +65,8 @@ def test_the_text_comes_back_exactly(make_config: Any, corpus: dict[str, Any], t
     assert report["bad_records"] == 0
     assert report["filtered"] == {"empty": 1}
     assert said[-1].startswith(f"Prepared {len(clean(texts))} documents, ")
+    merging = next(number for number, line in enumerate(said) if line.startswith("Merging pairs of 0.0"))
+    assert said[merging + 1].startswith("Tokenizer trained on 0.0")
 
 
 def test_the_same_corpus_gives_the_same_bytes(make_config: Any, corpus: dict[str, Any], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -173,6 +174,34 @@ def test_a_tokenizer_that_loses_text_is_refused(tmp_path: Path, change: Callable
     assert str(path) in str(caught.value)
 
 
+def added(**settings: bool) -> bytes:
+    """A tokenizer with a further added token."""
+    none = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+
+    def add(content: dict[str, Any]) -> None:
+        content["added_tokens"].append({"id": len(content["model"]["vocab"]), "content": "<think>", **none, **settings})
+
+    return gpt2_like(add)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"lstrip": True}, {"rstrip": True}, {"single_word": True}])
+def test_an_added_token_that_takes_spaces_is_refused(settings: dict[str, bool], special: bool, tmp_path: Path) -> None:
+    """Unless it is special: then its name in a text is text."""
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(added(special=special, **settings))
+    text = "a <think> b  <think>\n\n<think>\tc"
+    if special or not {"lstrip", "rstrip"} & settings.keys():
+        loaded = TextTokenizer.load(path, END)
+        assert loaded.decode(loaded.encode(text)) == text
+        return
+    with pytest.raises(VocabularyError, match=r"its added token '<think>' takes the white space beside it"):
+        TextTokenizer.load(path, END)
+    loaded = TextTokenizer.load(path, END, lossless=False)
+    assert not loaded.lossless
+    assert loaded.decode(loaded.encode(text)) != text
+
+
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
 def test_a_file_that_is_no_tokenizer(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "tokenizer.json"
@@ -230,6 +259,46 @@ def test_options_of_training() -> None:
     folded = TextTokenizer.train(texts, vocab_size=400, end_of_text=END, nfkc=True)
     assert not folded.lossless
     assert folded.encode("ﬁle") == folded.encode("file") != plain.encode("ﬁle")
+
+
+RNG = random.Random(5)
+# Without spaces; runs of white space and of punctuation.
+LONG_RUNS = {
+    "letters of DNA": lambda size: "".join(RNG.choices("ACGT", k=size)),
+    "one letter": lambda size: "a" * size,
+    "Chinese": lambda size: "".join(chr(RNG.randrange(0x4E00, 0x5A00)) for _ in range(size)),
+    "Thai": lambda size: "กินข้าวแล้ว" * (size // 11),
+    "spaces": lambda size: " " * size,
+    "line ends": lambda size: "\n" * size,
+    "a rule": lambda size: "x-" + "=" * size + "\n" * size,
+}
+
+
+@pytest.mark.parametrize("kind", LONG_RUNS)
+def test_training_takes_linear_time_in_a_long_run(kind: str) -> None:
+    """It takes time quadratic in the length of a word: the sum of the squares must not grow faster than the text."""
+    trained_on = tokenizer_module._splitting(tokenizer_module.LONGEST_WORD)
+
+    def steps(size: int) -> int:
+        return sum((end - start) ** 2 for _, (start, end) in trained_on.pre_tokenize_str(LONG_RUNS[kind](size)))
+
+    assert steps(8000) <= 2.5 * steps(4000)
+
+
+def test_a_document_of_300_kB_without_spaces_is_trained_on_and_encoded() -> None:
+    """Without a bound of the words this takes minutes: the time limit of the tests ends it."""
+    for text in (LONG_RUNS["letters of DNA"](300_000), " " * 300_000):
+        tokenizer = TextTokenizer.train([text, *CODE], vocab_size=300, end_of_text=END)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.encoder.description.startswith("fastokens ")
+        assert max(tokenizer.byte_lengths()) <= 4 * tokenizer_module.LONGEST_WORD
+
+
+@given(st.one_of(st.text(st.characters(exclude_categories=["Cs"])), st.lists(fragments).map("".join)))
+def test_words_of_usual_length_are_trained_on_as_they_are_encoded(text: str) -> None:
+    whole, bounded = tokenizer_module._splitting(), tokenizer_module._splitting(tokenizer_module.LONGEST_WORD)
+    for document in (text, *CODE):
+        assert whole.pre_tokenize_str(document) == bounded.pre_tokenize_str(document)
 
 
 def test_marks_are_added_to_a_tokenizer_without_them(tmp_path: Path) -> None:

@@ -19,6 +19,13 @@ from cdrmix.data.cleaning.urls import canonical_url, is_known_domain, registrabl
             "example.co.uk/a?a=1&b=2",
         ),
         ("https://example.com", "example.com/"),
+        ("https://forum.example.org/app/#!topic/7", "forum.example.org/app#!topic/7"),
+        ("https://forum.example.org/app#/Topic/ä/?utm_source=x&b=2&a=1", "forum.example.org/app#/Topic/%C3%A4?a=1&b=2"),
+        ("https://forum.example.org/app/#!/", "forum.example.org/app"),
+        ("https://forum.example.org/app/#/?utm_source=x", "forum.example.org/app"),
+        ("https://forum.example.org/#/?id=3", "forum.example.org/#/?id=3"),
+        ("https://forum.example.org/app#section-2", "forum.example.org/app"),
+        ("https://forum.example.org/a?x=1#!b#c", "forum.example.org/a?x=1#!b%23c"),
         ("  https://example.com./ ", "example.com/"),
         ("http://example.com:443/a/", "example.com/a"),
         ("http://example.com:8080/a//b/", "example.com:8080/a//b"),
@@ -85,7 +92,8 @@ def test_known_domains() -> None:
 # Addresses made of what the rules look for, whole and cut up.
 parts = st.sampled_from(
     ["/", "//", ".", "..", "/./", "/../", "%2e", "%2E%2e", "%", "%4", "%41", "%C3%A4", "ä", " ", "\\", "?", "&", "=",
-     "#", ";", ";jsessionid=1", ";jsess", "index.html", "default.aspx", "utm_source=a", "gclid=", "a=1", "b", "+", ":",
+     "#", "#!", "#/", "!", ";", ";jsessionid=1", ";jsess", "index.html", "default.aspx", "utm_source=a",
+     "gclid=", "a=1", "b", "+", ":",
      "@", "www.", "[", "]", "ß", "\u2028", "%00", "~", "'", '"', "<"]
 )  # fmt: skip
 hosts = st.sampled_from(
@@ -102,7 +110,7 @@ def test_a_canonical_address_is_its_own(url: str) -> None:
         assert canonical.isascii()
         split = urllib.parse.urlsplit(canonical)
         assert split.scheme == "https"
-        assert not split.fragment
+        assert split.fragment[:1] in ("", "!", "/")
         assert not {".", ".."} & set(split.path.split("/"))
         assert registrable_domain(url) == registrable_domain(canonical)
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_words import words
 
 from cdrmix import _dedup
 from cdrmix.data.dedup.minhash import simhash
 
-WORD = re.compile(r"\w+")
 BITS = 2**64 - 1
 CODE_POINTS = 0x110000
 SCALARS = [*range(0xD800), *range(0xE000, CODE_POINTS)]  # what UTF-8 holds
@@ -39,7 +39,7 @@ def reference_mix(x: int) -> int:
 def reference_words(text: str) -> list[int]:
     """The hashes of a text's words."""
     hashes = []
-    for word in WORD.findall(text.lower()):
+    for word in words(text):
         encoded, state = word.encode(), 0x9E3779B97F4A7C15
         for start in range(0, len(encoded), 8):
             state = reference_mix(state ^ int.from_bytes(encoded[start : start + 8], "little"))
@@ -48,12 +48,12 @@ def reference_words(text: str) -> list[int]:
 
 
 def reference_shingles(text: str, ngram: int) -> list[int]:
-    words = reference_words(text)
+    hashes = reference_words(text)
     found = []
-    for start in range(max(1, len(words) - ngram + 1) if words else 0):
+    for start in range(max(1, len(hashes) - ngram + 1) if hashes else 0):
         value = 0
-        for word in words[start : start + ngram]:
-            value = (value * 0xD1342543DE82EF95 + word) & BITS
+        for one in hashes[start : start + ngram]:
+            value = (value * 0xD1342543DE82EF95 + one) & BITS
         found.append(reference_mix(value))
     return found
 
@@ -128,6 +128,20 @@ def test_shingles_are_those_of_the_definition(text: str, ngram: int, newer: set[
     text = without(text, newer)
     (found,) = _dedup.shingle_hashes(_dedup.Texts([text]), ngram)
     assert found.tolist() == reference_shingles(text, ngram)
+
+
+def test_characters_of_scripts_without_spaces_are_words() -> None:
+    """Also their vowel signs, but not their punctuation. Every assigned character of their blocks is compared."""
+    assert words("GPT模型、ka 한국어 กินแล้ว。ཀ་ཁ") == ["gpt", "模", "型", "ka", "한국어", *"กินแล้ว", "ཀ", "ཁ"]
+    blocks = [*range(0xE00, 0x10A0), *range(0x1780, 0x1800), *range(0x2E80, 0x3400), *range(0xFF00, 0xFFF0)]
+    text = "a".join(chr(code) + chr(code) for code in blocks if unicodedata.category(chr(code)) != "Cn")
+    (found,) = _dedup.shingle_hashes(_dedup.Texts([text]), 1)
+    assert found.tolist() == reference_shingles(text, 1)
+
+
+def test_words_with_spaces_are_those_of_python() -> None:
+    text = " ".join(chr(code) * 3 + "x1_" for code in range(0xE00) if not 0xD800 <= code < 0xE000) + " 한국어 ἀβγ"
+    assert words(text) == re.findall(r"\w+", text.lower())
 
 
 @given(documents=st.lists(texts, max_size=4))

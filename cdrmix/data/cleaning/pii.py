@@ -1,22 +1,22 @@
 """Personal data and secrets in text, replaced by placeholders such as <EMAIL>.
 
-csrc/personal.hpp finds candidates by their form. This module validates each of them: the domain of an e-mail address
-must exist, an IP address must be public, a card number must pass the Luhn check, an IBAN must have valid check digits,
-a key must look random. Doubtful candidates are kept, because numbers in code, versions and section numbers are far more
-frequent in text than personal data of the same form.
+csrc/personal.hpp finds candidates by their form; keys must also look random. This module validates each of them: the
+domain of an e-mail address must exist, an IP address must be public, a card number must pass the Luhn check, an IBAN
+must have valid check digits, a value must be assigned to the name of a secret. Doubtful candidates are kept, because
+numbers in code, versions and section numbers are far more frequent in text than personal data of the same form.
 """
 
 from __future__ import annotations
 
+import heapq
 import ipaddress
-import math
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from cdrmix import _text
-from cdrmix.data.cleaning.urls import is_known_domain
+from cdrmix.data.cleaning.urls import canonical_host, is_known_domain
 
 PLACEHOLDERS = {
     "email": "<EMAIL>",
@@ -28,7 +28,7 @@ PLACEHOLDERS = {
 }
 
 PRIVATE_KEY = re.compile(
-    r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----(?:[^-]|-(?!----))*"
+    r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----(?:[^-]++|-(?!----))*+"
     r"-----END (?:[A-Z]+ )*PRIVATE KEY(?: BLOCK)?-----"
 )
 # The text before a version or a section number: `version 1.2.3.4`, `Chrome/1.2.3.4`, `package-1.2.3.4`.
@@ -58,35 +58,29 @@ IBAN_LENGTHS = {
     }.items()
     for country in countries.split()
 }  # fmt: skip
-# Keys with a prefix that their issuers document.
-KEY = re.compile(
-    rb"(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])|AIza[\w-]{35}|gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{36,}"
-    rb"|glpat-[\w-]{20,}|xox[abeoprs]-[\w-]{16,}|sk-[\w-]{20,}|(?:sk|rk)_(?:live|test)_[A-Za-z0-9]{16,}"
-    rb"|SG\.[\w-]{16,}\.[\w-]{16,}|ya29\.[\w-]{20,}|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,}|hf_[A-Za-z0-9]{30,}"
-    rb"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}"
-)
 BEFORE_SECRET = re.compile(
     rb"(?:api[_-]?key|secret|token|passw(?:or)?d|passphrase|credential|access[_-]?key|auth[_-]?key|private[_-]?key"
     rb"|client[_-]?key)\w*[\"'`\]]{0,2}[ \t]*(?::|=|:=|=>)[ \t]*[\"'`]?\Z",
     re.IGNORECASE,
 )
-ASSIGNED = re.compile(rb"[\w+/-]{20,}={0,2}")
+ASCII_LABEL = re.compile(r"[A-Za-z0-9-]*[A-Za-z](?=[^\x00-\x7f])")  # of a last label, before letters of another script
+CONTEXT = 64  # bytes before a candidate that validators look at
+# Bytes behind a replacement that may hide a candidate: the words there are searched once more without what is before.
+# More than those of an e-mail address before its @.
+HIDDEN = 66
 
 
 class Candidate(NamedTuple):
-    """Bytes data[begin:end] of a text in UTF-8."""
+    """Bytes data[begin:end] of a text in UTF-8. left: at most CONTEXT bytes before it."""
 
     data: bytes
     begin: int
     end: int
+    left: bytes
 
     @property
     def value(self) -> bytes:
         return self.data[self.begin : self.end]
-
-    def before(self, size: int) -> bytes:
-        """At most `size` bytes before the candidate."""
-        return self.data[max(0, self.begin - size) : self.begin]
 
 
 def scrub(text: str, kinds: Collection[str]) -> tuple[str, dict[str, int]]:
@@ -103,7 +97,8 @@ def scrub(text: str, kinds: Collection[str]) -> tuple[str, dict[str, int]]:
         text, replaced = _replaced(text, kinds)
         if not replaced:
             return text, {kind: number for kind, number in counts.items() if number}
-        counts += replaced  # repeat: a replaced candidate may have hidden one next to it
+        # Repeat: a replaced candidate may have hidden one before it. Those behind it have been found.
+        counts += replaced
 
 
 def find(text: str, kinds: Collection[str]) -> list[tuple[str, str]]:
@@ -123,16 +118,47 @@ def _check_kinds(kinds: Collection[str]) -> None:
 
 
 def _found(text: str, data: bytes, kinds: Collection[str]) -> Iterator[tuple[str, int, int]]:
-    """(kind, begin, end) in data, the text in UTF-8, of what is valid, in order and without overlaps."""
-    done = 0
-    candidates = [entry for entry in _text.personal(text) if KIND_OF.get(entry[0], entry[0]) in kinds]
-    for shape, begin, end in sorted(candidates, key=lambda entry: (entry[1], -entry[2])):
+    """(kind, begin, end) in data, the text in UTF-8, of what is valid, in order and without overlaps.
+
+    A candidate is valid by what is before it in the text, or by what is before it once that has been replaced. The
+    second kind is searched behind each replacement, so that a chain of candidates that hide one another is found in one
+    pass. It is left out where it overlaps one of the first kind.
+    """
+    done, replaced = 0, b""  # `replaced`: the end of the text up to `done`, with placeholders
+
+    def candidates(begin: int, *most: int) -> list[tuple[int, int, int, str]]:
+        """(begin, -end, number, shape): of those that begin at a place the longest is first."""
+        found = enumerate(_text.personal(text, begin, *most))
+        return sorted((begin, -end, n, shape) for n, (shape, begin, end) in found if KIND_OF.get(shape, shape) in kinds)
+
+    def size_of(begin: int, negative_end: int, _: int, shape: str) -> int:
         if begin < done:
-            continue
-        size = VALIDATORS[shape](Candidate(data, begin, end))
+            return 0
+        candidate = Candidate(data, begin, -negative_end, data[max(0, begin - CONTEXT) : begin])
+        size = VALIDATORS[shape](candidate)
+        if not size and done > 0 and begin - CONTEXT < done:
+            size = VALIDATORS[shape](candidate._replace(left=(replaced + data[done:begin])[-CONTEXT:]))
+        return size
+
+    seen, hidden = deque(candidates(0)), list[tuple[int, int, int, str]]()
+    spans = {(begin, end, shape) for begin, end, _, shape in seen}
+    while seen or hidden:
+        is_hidden = not seen or (hidden and hidden[0] < seen[0])
+        candidate = heapq.heappop(hidden) if is_hidden else seen.popleft()
+        begin, size = candidate[0], size_of(*candidate)
+        if is_hidden and size:
+            while seen and seen[0][0] < begin + size and not size_of(*seen[0]):
+                seen.popleft()
+            if seen and seen[0][0] < begin + size:
+                continue
         if size:
+            kind = KIND_OF.get(candidate[3], candidate[3])
+            yield kind, begin, begin + size
+            replaced = (replaced + data[max(done, begin - CONTEXT) : begin] + PLACEHOLDERS[kind].encode())[-CONTEXT:]
             done = begin + size
-            yield KIND_OF.get(shape, shape), begin, done
+            for one in candidates(done, HIDDEN):
+                if (one[0], one[1], one[3]) not in spans:
+                    heapq.heappush(hidden, one)
 
 
 def _replaced(text: str, kinds: Collection[str]) -> tuple[str, Counter[str]]:
@@ -149,13 +175,28 @@ def _replaced(text: str, kinds: Collection[str]) -> tuple[str, Counter[str]]:
 
 
 def _email(candidate: Candidate) -> int:
-    local, _, domain = candidate.value.partition(b"@")
-    # git@host:path names a repository, not a person.
-    return len(candidate.value) if local != b"git" and is_known_domain(domain.decode().lower()) else 0
+    local, _, domain = candidate.value.decode().partition("@")
+    if local == "git":  # git@host:path names a repository, not a person
+        return 0
+    for name in _domains(domain):
+        host = name.lower()
+        known = is_known_domain(host) if host.isascii() else is_known_domain(canonical_host(host) or "")
+        if known:
+            return len(f"{local}@{name}".encode())
+    return 0
 
 
-def _phone(candidate: Candidate) -> int:
-    return len(candidate.value)
+def _domains(domain: str) -> Iterator[str]:
+    """The domain; and without what follows it in the sentence, in the letters of another script."""
+    yield domain
+    before, _, last = domain.rpartition(".")
+    if not last.isascii():
+        match = ASCII_LABEL.match(last)
+        yield f"{before}.{match[0]}" if match else before
+
+
+def _whole(candidate: Candidate) -> int:
+    return candidate.end - candidate.begin
 
 
 def _ip(candidate: Candidate) -> int:
@@ -166,7 +207,7 @@ def _ip(candidate: Candidate) -> int:
     if not address.is_global or address.is_multicast:
         return 0
     if address.version == 4:
-        before = candidate.before(32)
+        before = candidate.left[-32:]
         if BEFORE_VERSION.search(before) and not before.endswith(b"//"):
             return 0
         # Four small numbers are a section number or a version, unless the line mentions the network. Only one in 4,000
@@ -174,7 +215,7 @@ def _ip(candidate: Candidate) -> int:
         if re.match(rb"-[A-Za-z]", candidate.data[candidate.end : candidate.end + 2]):  # 12.4.254.14-node.11
             return 0
         small = max(address.packed) < 32 and len(set(address.packed)) > 1
-        if small and not NETWORK.search(candidate.before(64).rpartition(b"\n")[2]):
+        if small and not NETWORK.search(candidate.left.rpartition(b"\n")[2]):
             return 0
     return len(candidate.value)
 
@@ -206,35 +247,18 @@ def _iban(candidate: Candidate) -> int:
     return size if int("".join(str(int(character, 36)) for character in compact[4:] + compact[:4])) % 97 == 1 else 0
 
 
-def _token(candidate: Candidate) -> int:
-    match = KEY.match(candidate.value)
-    return match.end() if match and _is_random(match[0]) else 0
-
-
 def _assigned(candidate: Candidate) -> int:
-    match = ASSIGNED.match(candidate.value)
-    return match.end() if match and BEFORE_SECRET.search(candidate.before(48)) and _is_random(match[0]) else 0
-
-
-def _is_random(value: bytes) -> bool:
-    """Whether the value has letters, digits and at least 3 bits of entropy per character. xxxx1234 has less.
-
-    On average, 20 random hexadecimal digits have 3.3 bits, 32 have 3.6, and base64 has 4 or more.
-    """
-    if not any(byte in b"0123456789" for byte in value) or not any(chr(byte).isalpha() for byte in value):
-        return False
-    counts = Counter(value).values()
-    return -sum(count / len(value) * math.log2(count / len(value)) for count in counts) >= 3
+    return candidate.end - candidate.begin if BEFORE_SECRET.search(candidate.left[-48:]) else 0
 
 
 KIND_OF = {"token": "secret", "assigned": "secret"}  # two forms of one kind
 # Each returns the number of bytes to replace; 0: the candidate is not valid.
 VALIDATORS: dict[str, Callable[[Candidate], int]] = {
     "email": _email,
-    "phone": _phone,
+    "phone": _whole,
     "ip": _ip,
     "credit_card": _credit_card,
     "iban": _iban,
-    "token": _token,
+    "token": _whole,
     "assigned": _assigned,
 }

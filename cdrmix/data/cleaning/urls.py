@@ -13,7 +13,7 @@ from typing import NamedTuple
 import idna
 from publicsuffixlist import PublicSuffixList
 
-RULES_VERSION = 1  # increased when a URL may get another canonical form, so that cached shards are prepared again
+RULES_VERSION = 2  # increased when a URL may get another canonical form, so that cached shards are prepared again
 
 TRACKING = re.compile(
     r"utm_.*|mtm_.*|pk_.*|hsa_.*|gclid|gclsrc|dclid|gbraid|wbraid|fbclid|msclkid|yclid|twclid|ttclid|igshid|igsh|mc_cid"
@@ -26,21 +26,26 @@ INDEX_PAGE = re.compile(
     r"(?:index\.(?:html?|shtml|xhtml|php\d?|aspx?|jsp|cgi|cfm)|default\.(?:html?|aspx?))", re.IGNORECASE
 )
 STRIPPED = "".join(map(chr, range(33)))
-HTTP_URL = re.compile(r"https?://([^/\\?#]*)([^?#]*)(?:\?([^#]*))?", re.IGNORECASE)
+HTTP_URL = re.compile(r"https?://([^/\\?#]*)([^?#]*)(?:\?([^#]*))?(?:#(.*))?", re.IGNORECASE | re.DOTALL)
 HOST_AND_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(?::([0-9]{0,5}))?")
 HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
+MOST_OF_HOST = 1000  # characters; a name has at most 253 in ASCII, but signs that IDNA drops may stand in it
 DOTTED_QUAD = re.compile(r"[0-9]+(?:\.[0-9]+){3}")
 ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})|([^A-Za-z0-9._~!$&'()*+,;=:@/?-])")
 UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 
 
 class Parts(NamedTuple):
-    """The canonical parts of a URL: `host` in ASCII, `port` with its colon or empty, `path` from its slash, `query`."""
+    """The canonical parts of a URL: `host` in ASCII, `port` with its colon or empty, `path` from its slash, `query`.
+
+    route: the fragment if it names a page, from its ! or slash; else empty.
+    """
 
     host: str
     port: str
     path: str
     query: str
+    route: str
 
 
 @functools.cache
@@ -59,14 +64,16 @@ def canonical_url(url: str) -> str | None:
     """The canonical form of all URLs of one page, or None if `url` is not an http(s) URL.
 
     Scheme https (http is the same page). Host in lower case and IDNA ASCII, without `www.` and without a final dot. No
-    user, default port or fragment. Dot segments resolved. Percent-encoding in upper case, only where needed. No index
-    page, session id or trailing slash. Query sorted, without tracking parameters. The function is idempotent.
+    user or default port. No fragment but one that names a page, `#!topic` or `#/topic`, as in applications that load
+    their pages by script. Dot segments resolved. Percent-encoding in upper case, only where needed. No index page,
+    session id or trailing slash. Query sorted, without tracking parameters. The function is idempotent.
     """
     parts = split(url)
     if parts is None:
         return None
     query = f"?{parts.query}" if parts.query else ""
-    return f"https://{parts.host}{parts.port}{parts.path}{query}"
+    route = f"#{parts.route}" if parts.route else ""
+    return f"https://{parts.host}{parts.port}{parts.path}{query}{route}"
 
 
 def registrable_domain(url: str) -> str | None:
@@ -95,7 +102,7 @@ def split(url: str) -> Parts | None:
     match = HTTP_URL.match(url)
     if match is None:
         return None
-    authority, path, query = match.groups()
+    authority, path, query, fragment = match.groups()
     host_and_port = HOST_AND_PORT.fullmatch(authority.rpartition("@")[2])
     if host_and_port is None:
         return None
@@ -105,10 +112,11 @@ def split(url: str) -> Parts | None:
         return None
     try:
         path, query = canonical_path(path.replace("\\", "/")), canonical_query(query or "")
+        route = canonical_route(fragment or "")
     except UnicodeEncodeError:  # a lone surrogate
         return None
     # Port 443 of http and port 80 of https are removed too, because the canonical form has one scheme.
-    return Parts(host, "" if port in (0, 80, 443) else f":{port}", path, query)
+    return Parts(host, "" if port in (0, 80, 443) else f":{port}", path, query, route)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -119,6 +127,8 @@ def canonical_host(host: str) -> str | None:
             return f"[{ipaddress.IPv6Address(host[1:-1].partition('%')[0]).compressed}]"
         except ValueError:
             return None
+    if len(host) > MOST_OF_HOST:  # IDNA takes quadratic time
+        return None
     host = host.rstrip(".").lower()
     if not host.isascii():
         try:
@@ -152,6 +162,15 @@ def canonical_query(query: str) -> str:
     """The parameters in the order of their escaped form, without tracking parameters."""
     pairs = (escaped(pair) for pair in query.split("&"))
     return "&".join(sorted(pair for pair in pairs if pair and not TRACKING.fullmatch(pair.partition("=")[0])))
+
+
+def canonical_route(fragment: str) -> str:
+    """The fragment if it names a page other than the first one, else empty. Its query is treated as that of a URL."""
+    if not fragment.startswith(("!", "/")):
+        return ""
+    route, _, query = fragment.partition("?")
+    route, query = escaped(route).rstrip("/"), canonical_query(query)
+    return "" if route in ("", "!") and not query else f"{route or '/'}?{query}" if query else route
 
 
 def escaped(text: str) -> str:

@@ -1,9 +1,10 @@
 r"""Near-duplicate texts: MinHash signatures, candidates by bands, exact similarity, clusters; SimHash fingerprints.
 
-The words of a text are `re.findall(r"\w+", text.lower())` of Unicode 14, independent of the Python version. A shingle
-is `ngram` consecutive words, or the whole text if it has fewer. The similarity of two texts is the Jaccard similarity
-of their sets of shingles, |A and B| / |A or B|. The code is in csrc/. The results do not depend on the number of
-threads, the instruction set of the processor or the order of the texts.
+The words of a text are `re.findall(r"\w+", text.lower())` of Unicode 14, independent of the Python version, but in
+scripts that are written without spaces (Han, Hiragana, Katakana, Thai, Lao, Khmer, Myanmar) each character is one. A
+shingle is `ngram` consecutive words, or the whole text if it has fewer. The similarity of two texts is the Jaccard
+similarity of their sets of shingles, |A and B| / |A or B|. The code is in csrc/. The results do not depend on the
+number of threads, the instruction set of the processor or the order of the texts.
 """
 
 from __future__ import annotations

@@ -78,14 +78,14 @@ class Filler:
 def sentences_of(document: str) -> Iterator[str]:
     """The non-empty sentences of a text, of at most LONGEST_SENTENCE characters."""
     for sentence in SENTENCE_END.split(document):
-        words = " ".join(sentence.split())
-        while len(words) > LONGEST_SENTENCE:
-            cut = words.rfind(" ", 1, LONGEST_SENTENCE + 1)
-            cut = LONGEST_SENTENCE if cut < 0 else cut
-            yield words[:cut]
-            words = words[cut:].lstrip()
-        if words:
-            yield words
+        words, start = " ".join(sentence.split()), 0
+        while len(words) - start > LONGEST_SENTENCE:
+            cut = words.rfind(" ", start + 1, start + LONGEST_SENTENCE + 1)
+            cut = start + LONGEST_SENTENCE if cut < 0 else cut
+            yield words[start:cut]
+            start = cut + (words[cut] == " ")
+        if start < len(words):
+            yield words[start:]
 
 
 def joined(sentences: Iterable[str]) -> str:
