@@ -23,6 +23,7 @@ from cdrmix.data.shards import ShardSet
 from cdrmix.data.sources.base import BadRecord
 from cdrmix.data.sources.chat import parse_conversation
 from cdrmix.data.sources.conversations import Conversation, from_json
+from cdrmix.data.sources.training_fields import OF_RECORDS, TRAINED, UNTRAINED
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, CorpusError, VocabularyError
 
@@ -62,6 +63,12 @@ TEMPLATES = {
     "generation": (GENERATION, ["4. Naïve 🙂<|im_end|>", "Yes\n\nreally<|im_end|>"]),
     "inst": (INST, [" 4. Naïve 🙂</s>", " Yes\n\nreally</s>"]),
 }
+REASONED = CHATML.replace(
+    "m.content",
+    "'' }}{% if m.role == 'assistant' %}{% if m.reasoning_content %}<t>{% generation %}{{ m.reasoning_content }}"
+    "{% endgeneration %}</t>{% endif %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}\n{% else %}"
+    "{{ m.content",
+).replace("{% endfor %}", "{% endif %}{% endfor %}")
 REWRITING = (  # as Qwen3's: the reasoning of earlier turns is left out
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{{ '<think></think>' if m.role == 'assistant' and loop.last }}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -338,6 +345,81 @@ def test_records_that_are_no_conversations(record: object, message: str) -> None
         parse(record)
 
 
+def answers(**fields: Any) -> list[dict[str, Any]]:
+    """Two questions with answers, the first answer with these fields."""
+    user = {"role": "user", "content": "Q"}
+    first, second = ({"role": "assistant", "content": content} for content in ("wrong", "right"))
+    return [user, {**first, **fields}, user, second]
+
+
+NO_LOSS = [*({name: value} for name in TRAINED for value in (0, 0.0, False)), *({name: True} for name in UNTRAINED)]
+
+
+@pytest.mark.parametrize("fields", NO_LOSS, ids=str)
+def test_a_turn_without_weight_has_no_loss_and_the_same_text(fields: dict[str, Any]) -> None:
+    made = parse({"messages": answers(**fields)})
+    assert (made.trained_turns("assistant"), made.trained_turns("last")) == ([3], [3])
+    (name, value) = next(iter(fields.items()))
+    assert parse({"messages": answers(**{name: not value})}).messages == answers()
+    assert parse({"messages": answers(**{name: None})}).messages == answers()
+    turns = [{"from": "human", "value": "Q", **fields}, {"from": "gpt", "value": "A", **fields}]
+    assert parse({"conversations": turns}).trained_turns("assistant") == []
+    if name in OF_RECORDS:
+        assert parse({"messages": answers(), **fields}).trained_turns("assistant") == []
+        assert parse({"instruction": "Q", "output": "A", **fields}).trained_turns("last") == []
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "reasoned"])
+def test_the_loss_is_on_the_turns_that_have_a_weight(name: str, tmp_path: Path) -> None:
+    """Also where a template writes two {% generation %} blocks in a turn, or none."""
+    source = TEMPLATES[name][0] if name in TEMPLATES else REASONED
+    turns = answers(weight=0, reasoning_content="because")
+    whole, some = (renderer(tmp_path, source).render(parse({"messages": each})) for each in (answers(), turns))
+    assert trained_texts(whole)[-1:] == trained_texts(some)
+    assert "right" in trained_texts(some)[0]
+    assert "wrong" in some.text
+    last = [*turns[:3], {**turns[3], "reasoning_content": "since"}]
+    expected = ["since", "right<|im_end|>"] if name == "reasoned" else trained_texts(some)
+    for train_on in ("last", "assistant"):
+        rendered = renderer(tmp_path, source, train_on=train_on).render(parse({"messages": last}))
+        assert trained_texts(rendered) == expected
+    assert "weight" not in renderer(tmp_path, "{{ messages }}", train_on="all").render(parse({"messages": turns})).text
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": answers(weight=0.5)}, "turn 2 has weight 0.5; allowed are 1 or true, and 0 or false"),
+        ({"messages": answers(weight=-1)}, "turn 2 has weight -1"),
+        ({"messages": answers(weight=float("nan"))}, "turn 2 has weight nan"),
+        ({"messages": answers(train="no")}, "turn 2 has train 'no'"),
+        ({"messages": answers(weight=0, train=True)}, "the fields weight, train of turn 2 contradict each other"),
+        ({"messages": answers(masked=True, train=True)}, "the fields masked, train of turn 2 contradict each other"),
+        ({"messages": answers(train_detail=[])}, "turn 2 has the field 'train_detail', whose meaning for the loss"),
+        ({"messages": answers(mask=1)}, "turn 2 has the field 'mask', whose meaning"),
+        ({"messages": answers(assistantMasks=[1])}, "turn 2 has the field 'assistantMasks', whose meaning"),
+        ({"messages": [{**QUESTION[0], "train": True}, QUESTION[1]]}, "turn 1 of the role user is to be trained on"),
+        ({"messages": QUESTION, "weight": 2}, "the record has weight 2; allowed"),
+        ({"messages": QUESTION, "weight": 1, "masked": 1}, "its fields weight, masked contradict"),
+        ({"conversations": QUESTION, "mask": "Assistant"}, "its field 'mask' is 'Assistant'"),
+        ({"messages": QUESTION, "mask": [0, 1]}, r"its field 'mask' is \[0, 1\]"),
+    ],
+)
+def test_a_weight_that_cannot_be_honoured_is_a_bad_record(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRecord, match=message):
+        parse(record)
+
+
+def test_weights_that_say_what_is_done_anyway() -> None:
+    """Weights of all turns as in ShareGPT data, the mask of NeMo, and fields of other meanings."""
+    turns = [{"from": "human", "value": "Q", "weight": 0.0}, {"from": "gpt", "value": "A", "weight": 1.0}]
+    assert parse({"conversations": turns, "mask": "User", "loss": 1.73}).messages == QUESTION
+    everything = [{**turn, "train": True} for turn in QUESTION]
+    assert parse({"messages": everything}, train_on="all").messages == QUESTION
+    with pytest.raises(BadRecord, match="turn 2 is to have no loss, and train_on: all puts the loss on every token"):
+        parse({"messages": answers(weight=0)}, train_on="all")
+
+
 def records() -> list[dict[str, Any]]:
     """Twenty conversations in three formats, one of them twice, one without an answer, one too long, one broken."""
     made: list[dict[str, Any]] = []
@@ -398,6 +480,17 @@ def test_a_corpus_of_conversations(make_config: Any, tmp_path: Path) -> None:
     # all weight is on answers, in both splits
     assert shards.train.weighted
     assert shards.valid.weighted
+
+
+def test_the_loss_of_a_corpus_is_on_turns_with_a_weight(make_config: Any, tmp_path: Path) -> None:
+    rows = [{"messages": [*answers(weight=0)[:3], {"role": "assistant", "content": f"A{n}"}]} for n in range(20)]
+    rows += [{"messages": answers(weight=0)[:2]}, {"messages": QUESTION, "weight": 0}, {"messages": answers(weight=3)}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shards = prepare(chat_config(make_config, [str(tmp_path)]), say=lambda line: None)
+    assert sorted(documents_of(shards).values()) == sorted(f"A{n}<|im_end|>" for n in range(20))
+    assert (shards.report["filtered"], shards.report["bad_records"]) == ({"no_trained_turn": 2}, 1)
+    report = json.loads((shards.path / "report" / "report.json").read_text())
+    assert sum(rule["documents"] for rule in report["rules"]) + 20 == report["records"] == 23
 
 
 def test_parquet_gives_the_same_shards(make_config: Any, tmp_path: Path) -> None:

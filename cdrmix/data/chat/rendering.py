@@ -102,7 +102,7 @@ class Renderer:
     train_on: str
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The text of a conversation with at least one assistant turn.
+        """The text of a conversation with at least one turn to train on (`Conversation.trained_turns`).
 
         Raises BadRecord if the template refuses it, ConfigError if the template cannot be masked.
         """
@@ -110,17 +110,17 @@ class Renderer:
         whole = self._unmarked(marked)
         if marked != conversation and self._unmarked(conversation).text != whole.text:
             raise BadRecord("the chat template treats names of special tokens in the contents differently from text")
-        turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        assert turns, "a conversation without an assistant turn is dropped before"
+        assistant = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        turns = conversation.trained_turns(self.train_on)
+        assert turns, "a conversation without a turn to train on is dropped before"
         if self.train_on == "all":
             return Rendered(whole.text, whole.special, ((0, len(whole.text)),), 0)
-        last = slice(-1, None) if self.train_on == "last" else slice(None)
         if self.has_generation_blocks:
-            spans = [*whole.generated][last]
+            spans = self._blocks(marked, assistant, turns, whole)
             prompt = whole.generated[0][0] if whole.generated else 0
         else:
-            spans = [self._turn(marked, index, whole) for index in turns[last]]
-            prompt = len(self._prompt(marked, turns[0]))
+            spans = [self._turn(marked, index, whole) for index in turns]
+            prompt = spans[0][0] if turns[0] == assistant[0] else len(self._prompt(marked, assistant[0]))
         chosen = tuple(span for span in spans if span[0] < span[1])
         if not chosen:
             raise ConfigError(
@@ -195,6 +195,24 @@ class Renderer:
             if turn:
                 raise
             return ""  # many templates refuse a conversation without messages
+
+    def _blocks(self, marked: Conversation, assistant: list[int], turns: list[int], whole: Unmarked) -> list[Span]:
+        """The {% generation %} blocks of some of the assistant turns. A turn may have several, or none.
+
+        assistant: the indices of all assistant turns. turns: those of which the blocks are wanted.
+        """
+        if turns == assistant:
+            return [*whole.generated]
+        following = assistant[assistant.index(turns[0]) :]
+        borders = [self._blocks_before(marked, turn) for turn in following] + [len(whole.generated)]
+        if borders != sorted(borders):
+            raise BadRecord("the chat template writes other {% generation %} blocks of a turn when turns follow")
+        of_turns = dict(zip(following, pairwise(borders), strict=True))
+        return [span for turn in turns for span in whole.generated[slice(*of_turns[turn])]]
+
+    def _blocks_before(self, marked: Conversation, turn: int) -> int:
+        before = dataclasses.replace(marked, messages=marked.messages[:turn])
+        return len(self._unmarked(before, prompt=True).generated) if turn else 0
 
     def _turn(self, marked: Conversation, turn: int, whole: Unmarked) -> Span:
         """The trained span of the assistant turn with this index, by the difference of two prefixes."""

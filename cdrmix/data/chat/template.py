@@ -19,7 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cdrmix.data.sources.base import BadRecord
-from cdrmix.data.sources.conversations import Conversation
+from cdrmix.data.sources.conversations import UNTRAINED, Conversation
 from cdrmix.errors import ConfigError
 
 CHATML = """\
@@ -64,7 +64,9 @@ def render(source: str, conversation: Conversation, variables: Mapping[str, str]
     template = compiled(source, date)
     try:
         return template.render(
-            messages=conversation.messages,
+            messages=[
+                {key: value for key, value in message.items() if key != UNTRAINED} for message in conversation.messages
+            ],
             tools=conversation.tools,
             documents=None,
             add_generation_prompt=prompt,

@@ -6,7 +6,8 @@
 
     preferences    {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or messages
 
-Other fields of a message, such as tool_calls, are kept for the template.
+Other fields of a message, such as tool_calls, are kept for the template. Fields that say what is trained on become
+the field UNTRAINED of the turns without a loss.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdrmix.config import schema_data as schema
+from cdrmix.data.sources import training_fields
 from cdrmix.data.sources.base import BadRecord, Metadata
 
 Message = dict[str, Any]
@@ -26,6 +28,7 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", "bard", "bing"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response", "ipython"), "tool"),
 }
+UNTRAINED = "untrained"  # field of a turn of the assistant, true: no loss is on it. No template gets it
 LISTS = ("messages", "conversations")  # names of the field with the turns, in the order in which they are looked for
 
 
@@ -43,6 +46,11 @@ class Conversation:
             for message in self.messages
         ]
         return Conversation(messages, _mapped(self.tools, change))
+
+    def trained_turns(self, which: str) -> list[int]:
+        """The indices of the turns that are trained on. which: `data.source.train_on`; with all, the assistant's."""
+        turns = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return [turn for turn in turns[-1 if which == "last" else 0 :] if not self.messages[turn].get(UNTRAINED)]
 
     def contents(self) -> str:
         """The contents of all turns, separated by empty lines: the text without the template."""
@@ -90,7 +98,10 @@ def pair_of(record: Any, section: schema.PreferencesSource) -> tuple[Pair, Metad
     chosen, rejected = (_turns(rest.pop(name), "assistant") for name in (section.chosen_field, section.rejected_field))
     prompt = _turns(rest.pop(section.prompt_field, None) or [], "user")
     system, tools = rest.pop("system", None), _tools(rest.pop("tools", None))
-    answers = [Conversation(messages_of([*prompt, *turns], section, system), tools) for turns in (chosen, rejected)]
+    trained = training_fields.of_record(rest, _roles(section))
+    answers = [
+        Conversation(messages_of([*prompt, *turns], section, system, trained), tools) for turns in (chosen, rejected)
+    ]
     for conversation in answers:
         if conversation.messages[-1]["role"] != "assistant":
             raise BadRecord("its chosen or rejected conversation does not end with a turn of the assistant")
@@ -120,7 +131,8 @@ def conversation_of(record: Any, section: schema.ChatSource) -> tuple[Conversati
         turns = rest.pop(name)
     system = rest.pop("system", None)
     tools = _tools(rest.pop("tools", None))
-    return Conversation(messages_of(turns, section, system), tools), rest
+    trained = training_fields.of_record(rest, _roles(section))
+    return Conversation(messages_of(turns, section, system, trained), tools), rest
 
 
 def checked_record(record: Any) -> dict[str, Any]:
@@ -130,15 +142,18 @@ def checked_record(record: Any) -> dict[str, Any]:
     return record
 
 
-def messages_of(turns: Any, section: schema.Turns, system: Any = None) -> list[Message]:
+def messages_of(turns: Any, section: schema.Turns, system: Any = None, trained: bool | None = None) -> list[Message]:
     """The messages of a list of turns, in either notation, with the system prompt if there is none among them.
 
-    system: of the record; without one, section.system. Raises BadRecord for a turn that is not one.
+    system: of the record; without one, section.system. trained: whether the record says that it is trained on.
+    Raises BadRecord for a turn that is not one.
     """
     if not isinstance(turns, list):
         raise BadRecord(f"its turns are {_kind(turns)}, not a list")
-    roles = {**ROLES, **section.roles}
+    roles = _roles(section)
     messages = [_message(turn, number, roles) for number, turn in enumerate(turns, 1)]
+    for number, message in enumerate(messages, 1):
+        _settle_training(message, number, section, trained)
     if system is not None and not isinstance(system, str):
         raise BadRecord(f"its system prompt is {_kind(system)}, not a string")
     prompt = system or section.system
@@ -174,6 +189,10 @@ def _alpaca(record: dict[str, Any]) -> list[Message]:
     return [*turns, {"role": "user", "content": user}, {"role": "assistant", "content": output}]
 
 
+def _roles(section: schema.Turns) -> dict[str, str]:
+    return {**ROLES, **section.roles}
+
+
 def _message(turn: Any, number: int, roles: Mapping[str, str]) -> Message:
     if not isinstance(turn, dict):
         raise BadRecord(f"turn {number} is {_kind(turn)}, not an object")
@@ -193,6 +212,25 @@ def _message(turn: Any, number: int, roles: Mapping[str, str]) -> Message:
     if not isinstance(content, str):
         raise BadRecord(f"the content of turn {number} is {_kind(content)}, not a string")
     return {"role": roles[role], "content": content, **message}
+
+
+def _settle_training(message: Message, number: int, section: schema.Turns, record: bool | None) -> None:
+    """Replaces the fields that say whether a turn is trained on by UNTRAINED. record: what the record says.
+
+    Raises BadRecord if they ask for what the configuration does not do.
+    """
+    turn = training_fields.taken_from_turn(message, number)
+    untrained = False in (turn, record)
+    everything = isinstance(section, schema.ChatSource) and section.train_on == "all"
+    if everything and untrained:
+        raise BadRecord(f"turn {number} is to have no loss, and train_on: all puts the loss on every token")
+    if message["role"] == "assistant":
+        message.update({UNTRAINED: True} if untrained else {})
+    elif turn and not everything:
+        raise BadRecord(
+            f"turn {number} of the role {message['role']} is to be trained on, but the loss is on turns of the "
+            "assistant; set the field to 0 there, or leave it out"
+        )
 
 
 def _joined(parts: Iterable[Any], number: int) -> str:
