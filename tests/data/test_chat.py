@@ -420,6 +420,124 @@ def test_weights_that_say_what_is_done_anyway() -> None:
         parse({"messages": answers(weight=0)}, train_on="all")
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 8, "b": 'é " <x>'}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+CALLED = [QUESTION[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "10"}]
+TOOLS_TEMPLATE = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson(indent=2) }}{% endfor %}{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def as_text(value: dict[str, Any], name: str) -> dict[str, Any]:
+    """A call or tool with a field of its function as the text of its JSON."""
+    return {**value, "function": {**value["function"], name: json.dumps(value["function"][name])}}
+
+
+def with_calls(calls: Any, tools: Any) -> dict[str, Any]:
+    return {"messages": [CALLED[0], {**CALLED[1], "tool_calls": calls}, CALLED[2], QUESTION[1]], "tools": tools}
+
+
+@pytest.mark.parametrize(
+    ("calls", "tools"),
+    [
+        ([as_text(CALL, "arguments")], [TOOL]),
+        ([CALL], [as_text(TOOL, "parameters")]),
+        (json.dumps([CALL]), json.dumps([TOOL])),
+        ([json.dumps(CALL)], [json.dumps(as_text(TOOL, "parameters"))]),
+        ([{**CALL, "function": json.dumps(CALL["function"])}], [{**TOOL, "function": json.dumps(TOOL["function"])}]),
+    ],
+)
+def test_calls_and_tools_that_are_json_texts_are_not_encoded_twice(calls: Any, tools: Any, tmp_path: Path) -> None:
+    made = renderer(tmp_path, TOOLS_TEMPLATE)
+    expected = made.render(parse(with_calls([CALL], [TOOL])))
+    assert json.dumps(CALL["function"], ensure_ascii=False) in expected.text
+    assert made.render(parse(with_calls(calls, tools))) == expected
+
+
+def test_a_template_gets_arguments_as_the_text_that_was_given(tmp_path: Path) -> None:
+    """As the template of a model that writes arguments without tojson, whose white space is kept."""
+    source = TOOLS_TEMPLATE.replace("c.function | tojson", "'' + c.function.arguments")
+    call = {"function": {"name": "add", "arguments": '{"a":8,  "b":[]}'}}
+    assert '<call>{"a":8,  "b":[]}</call>' in renderer(tmp_path, source).render(parse(with_calls([call], None))).text
+    for text in ("not JSON", "[1]", "[" * 20000):
+        call = {"function": {"name": "add", "arguments": text}}
+        made = renderer(tmp_path, TOOLS_TEMPLATE).render(parse(with_calls([call], None)))
+        assert json.dumps({"name": "add", "arguments": text}) in made.text
+    with pytest.raises(BadRecord, match="the field 'tool_calls' of turn 2 is not JSON"):
+        parse(with_calls("[" * 20000, None))
+    with pytest.raises(BadRecord, match="the field 'tool_calls' of turn 2 is an object, not a list"):
+        parse(with_calls(CALL, None))
+
+
+THOUGHT = {"role": "assistant", "content": "A", "reasoning_content": "because"}
+
+
+@pytest.mark.parametrize(
+    ("source", "record", "hidden"),
+    [
+        (TOOLS_TEMPLATE, with_calls([CALL], [TOOL]), set()),
+        (TOOLS_TEMPLATE, with_calls([as_text(CALL, "arguments")], [TOOL]), set()),
+        (TOOLS_TEMPLATE, {"messages": [QUESTION[0], THOUGHT]}, set()),
+        (TOOLS_TEMPLATE.replace("c.function", "c.function.name"), with_calls([CALL], [TOOL]), {"tool_calls"}),
+        (TOOLS_TEMPLATE.replace("if tools", "if false"), with_calls([CALL], [TOOL]), {"tools"}),
+        (CHATML, {"messages": QUESTION, "tools": [TOOL]}, {"tools"}),
+        (CHATML, {"messages": [QUESTION[0], THOUGHT]}, {"reasoning_content"}),
+        (CHATML, {"messages": [{**QUESTION[0], "images": ["cat.png"]}, THOUGHT]}, {"images", "reasoning_content"}),
+        (CHATML, {"messages": [QUESTION[0], {**QUESTION[1], "function_call": {"name": "f"}}]}, {"function_call"}),
+        (CHATML, {"messages": [{**QUESTION[0], "name": "Joe", "id": "7", "n": 3}, QUESTION[1]]}, set()),
+        (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), {"messages": MESSAGES}, set()),
+        (
+            CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
+            {"messages": [QUESTION[0], {"role": "assistant", "content": "<think>hm</think>A"}]},
+            {"content (in part)"},
+        ),
+        (
+            CHATML.replace("m.content", "(m.content if m.role == 'assistant' else m.content | upper)"),
+            {"messages": QUESTION},
+            set(),
+        ),
+        (CHATML.replace("m.content", "(m.content | tojson)"), {"messages": MESSAGES}, set()),
+        (CHATML.replace("m.content", "('' if m.role == 'system' else m.content)"), {"messages": MESSAGES}, {"content"}),
+        (
+            CHATML.replace("m.content", "m.content[:1000]"),
+            {"messages": [QUESTION[0], {**QUESTION[1], "content": "A" * 2000}]},
+            {"content (in part)"},
+        ),
+        (GENERATION, {"messages": MESSAGES, "tools": [TOOL]}, {"tools"}),
+        (INST, {"messages": MESSAGES}, set()),
+        (  # a template that reads a field may refuse another value
+            CHATML.replace("m.content", "(m.content if m.mood in (undefined, 'calm') else raise_exception('mood'))"),
+            {"messages": [{**turn, "mood": "calm"} for turn in QUESTION]},
+            set(),
+        ),
+    ],
+)
+def test_what_the_template_does_not_write_is_found(
+    source: str, record: dict[str, Any], hidden: set[str], tmp_path: Path
+) -> None:
+    made, given = renderer(tmp_path, source), parse(record)
+    assert made.hidden_fields(given, made.render(given)) == hidden
+
+
+def test_a_turn_of_which_nothing_is_written_is_not_trained_on(make_config: Any, tmp_path: Path) -> None:
+    made, given = renderer(tmp_path, CHATML), parse(with_calls([CALL], [TOOL]))
+    with pytest.raises(BadRecord, match=r"writes nothing of turn 2 \(tool_calls\), which is to be trained on"):
+        made.hidden_fields(given, made.render(given))
+    rows = [{"messages": [QUESTION[0], {**THOUGHT, "content": f"A{n}"}], "tools": [TOOL]} for n in range(9)]
+    rows += [with_calls([CALL], [TOOL]), {"messages": [*CALLED[:1], {**CALLED[1], "weight": 0}, *MESSAGES[1:3]]}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines: list[str] = []
+    shards = prepare(chat_config(make_config, [str(tmp_path / "chats.jsonl")]), say=lines.append)
+    assert (shards.report["bad_records"], shards.report["documents"]) == (1, 10)
+    assert shards.report["hidden"] == {"reasoning_content": 9, "tool_calls": 1, "tools": 9}
+    told = "does not write these fields of conversations: reasoning_content of 9, tools of 9, tool_calls of 1"
+    assert any(told in line for line in lines)
+    assert json.loads((shards.path / "report" / "report.json").read_text())["hidden"] == shards.report["hidden"]
+
+
 def records() -> list[dict[str, Any]]:
     """Twenty conversations in three formats, one of them twice, one without an answer, one too long, one broken."""
     made: list[dict[str, Any]] = []

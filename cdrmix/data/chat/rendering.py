@@ -25,6 +25,7 @@ from typing import NamedTuple, Self
 from cdrmix.config import schema_data as schema
 from cdrmix.data.chat import template
 from cdrmix.data.chat.template import GENERATION_BEGIN, GENERATION_END
+from cdrmix.data.chat.visibility import hidden_parts, shows_nothing
 from cdrmix.data.objectives import special_tokens
 from cdrmix.data.sources.base import BadRecord
 from cdrmix.data.sources.conversations import Conversation, Pair
@@ -32,6 +33,7 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 
 Span = tuple[int, int]
+RULES = 2  # increased when a conversation gives another text or loss. 2: weights of turns, arguments that are JSON
 
 # Around the name of a special token in the contents. Normalised text does not have these characters.
 TEXT_BEGIN, TEXT_END = "\ufffe", "\uffff"
@@ -145,6 +147,24 @@ class Renderer:
             shift,
         )
 
+    def hidden_fields(self, conversation: Conversation | Pair, rendered: Rendered) -> set[str]:
+        """The names of the fields of turns, and `tools`, that the template does not write, or only in part.
+
+        rendered: the result for the conversation. Raises BadRecord for a turn to train on of which nothing is written.
+        """
+        if isinstance(conversation, Pair):
+            pair = zip((conversation.chosen, conversation.rejected), rendered.documents(), strict=True)
+            return set().union(*(self.hidden_fields(*each) for each in pair))
+        hidden = hidden_parts(conversation, rendered.text, lambda changed: self._unmarked(changed).text)
+        for turn in conversation.trained_turns(self.train_on):
+            if shows_nothing(turn, conversation, hidden):
+                names = dict.fromkeys(part.name for part in hidden if part.turn == turn)
+                raise BadRecord(
+                    f"the chat template writes nothing of turn {turn + 1} ({', '.join(names)}), which is to be trained "
+                    "on; use a template that writes it, or give the turn the weight 0"
+                )
+        return {part.name for part in hidden}
+
     def probe(self) -> None:
         """Raises ConfigError if the template cannot render and mask a question with its answer."""
         try:
@@ -164,7 +184,7 @@ class Renderer:
 
     def identity(self) -> list[object]:
         """JSON values that determine the result for a conversation."""
-        return [value for name, value in dataclasses.asdict(self).items() if name != "key"]
+        return [RULES, *(value for name, value in dataclasses.asdict(self).items() if name != "key")]
 
     def _unmarked(self, conversation: Conversation, *, prompt: bool = False) -> Unmarked:
         raw = template.render(self.source, conversation, dict(self.variables), self.date, prompt=prompt)

@@ -64,16 +64,53 @@ def render(source: str, conversation: Conversation, variables: Mapping[str, str]
     template = compiled(source, date)
     try:
         return template.render(
-            messages=[
-                {key: value for key, value in message.items() if key != UNTRAINED} for message in conversation.messages
-            ],
-            tools=conversation.tools,
+            messages=[_message(message) for message in conversation.messages],
+            tools=None
+            if conversation.tools is None
+            else [_with_json(tool, "parameters") for tool in conversation.tools],
             documents=None,
             add_generation_prompt=prompt,
             **variables,
         )
     except FAILURES as error:
         raise BadRecord(f"the chat template refuses the conversation: {error}") from error
+
+
+class JsonText(str):
+    """A text that is a JSON object, such as the arguments of a call in the OpenAI format.
+
+    To a template it is a text. Only `tojson` writes it as the object, where it would be encoded twice.
+    """
+
+    __slots__ = ()
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What a template gets of a message."""
+    given = {key: value for key, value in message.items() if key != UNTRAINED}
+    if "tool_calls" in given:
+        given["tool_calls"] = [_with_json(call, "arguments") for call in given["tool_calls"]]
+    if "function_call" in given:
+        given["function_call"] = _with_json(given["function_call"], "arguments")
+    return given
+
+
+def _with_json(value: Any, name: str) -> Any:
+    """A call or tool whose field with this name is a JsonText if it is the text of a JSON object."""
+    if not isinstance(value, dict):
+        return value
+    changed = {"function": _with_json(value["function"], name)} if isinstance(value.get("function"), dict) else {}
+    if isinstance(text := value.get(name), str) and _object(text) is not None:
+        changed[name] = JsonText(text)
+    return {**value, **changed}
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 @lru_cache(maxsize=16)
@@ -99,8 +136,19 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the escapes for HTML that Jinja2's own filter writes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """JSON without the escapes for HTML that Jinja2's own filter writes. A JsonText is written as its object."""
+    return json.dumps(
+        _parsed(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _parsed(value: Any) -> Any:
+    """The value with the object of every JsonText in it."""
+    if isinstance(value, JsonText):
+        return _object(value)
+    if isinstance(value, list | tuple):
+        return [*map(_parsed, value)]
+    return {key: _parsed(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _refuse(message: str) -> None:

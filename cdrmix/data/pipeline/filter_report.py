@@ -18,6 +18,7 @@ report.json is one object. An amount is {"documents", "bytes"}. Bytes are of UTF
     languages        code -> amount and share of the bytes, of the documents that passed the filters
     domains          name -> documents, tokens, rows, share of its tokens, in both splits
     pii              kind -> number of placeholders
+    hidden           field -> number of conversations of which the chat template does not write this field
     bad_records      count, and shown: the first messages
     encoder          the package that tokenised, its version, and why it is not fastokens
     stages           a list in order: name, seconds, cpu_seconds of all processes, bytes (of text),
@@ -131,6 +132,7 @@ def gather(
         "languages": {name: {**vars(amount), "share": _share(amount.bytes, of_languages)} for name, amount in by_bytes},
         "domains": _domains(strata),
         "pii": dict(sorted(stats.pii.items())),
+        "hidden": dict(sorted(stats.hidden.items())),
         "bad_records": {"count": stats.bad, "shown": stats.bad_shown[:BAD_RECORDS_SHOWN]},
         "encoder": encoder,
         "stages": [

@@ -261,6 +261,7 @@ def _conversation(
             rendered = renderer.render_pair(conversation)
         else:
             rendered = renderer.render(conversation)
+        stats.count_hidden(renderer.hidden_fields(conversation, rendered))
     except ConfigError as error:
         raise ConfigError(f"{error} ({where})") from error
     stats.read.add(utf8_size(rendered.text))

@@ -205,8 +205,9 @@ def _message(turn: Any, number: int, roles: Mapping[str, str]) -> Message:
         )
     content = message.pop("content", None)
     content = message.pop("value", None) if content is None else content
-    if content is None and message.get("tool_calls"):
-        content = ""
+    if message.get("tool_calls"):
+        message["tool_calls"] = _objects(message["tool_calls"], f"the field 'tool_calls' of turn {number}")
+        content = "" if content is None else content
     if isinstance(content, list):
         content = _joined(content, number)
     if not isinstance(content, str):
@@ -245,14 +246,33 @@ def _joined(parts: Iterable[Any], number: int) -> str:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    if isinstance(tools, str):  # a column of strings, as in data sets whose schemas differ
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
-            raise BadRecord(f"its field 'tools' is not JSON: {error}") from error
-    if tools is not None and not isinstance(tools, list):
-        raise BadRecord(f"its field 'tools' is {_kind(tools)}, not a list")
-    return tools or None
+    return None if tools is None else _objects(tools, "its field 'tools'") or None
+
+
+def _objects(value: Any, what: str) -> list[Any]:
+    """A list of calls or tools. The list and its items may be JSON texts, as in data sets whose schemas differ."""
+    items = _parsed(value, what) if isinstance(value, str) else value
+    if items is None:
+        return []
+    if not isinstance(items, list):
+        raise BadRecord(f"{what} is {_kind(items)}, not a list")
+    return [_object(item, what) for item in items]
+
+
+def _object(item: Any, what: str) -> Any:
+    """A call or tool. It, or its field `function`, may be the JSON text of an object."""
+    if isinstance(item, str) and item.lstrip().startswith("{"):
+        return _parsed(item, what)
+    if isinstance(item, dict) and "function" in item:
+        return {**item, "function": _object(item["function"], what)}
+    return item
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"{what} is not JSON: {error}") from error
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
