@@ -237,6 +237,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
         ("{% generation %}{% endgeneration %}{{ messages[1].content }}", "marks nothing"),
         ("{{ messages[0].content }}{% generation %}x{% endgeneration %}", "does not have the text of the assistant"),
         ("{{ raise_exception('no') }}", r"refuses the conversation: no \(a user turn"),
+        ("{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "was stopped"),
         ("{% for %}", "line 1 of the chat template is not Jinja2"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses the conversation"),
         ("{{ messages.append(1) }}", "refuses the conversation"),

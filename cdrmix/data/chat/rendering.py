@@ -187,7 +187,10 @@ class Renderer:
         return [RULES, *(value for name, value in dataclasses.asdict(self).items() if name != "key")]
 
     def _unmarked(self, conversation: Conversation, *, prompt: bool = False) -> Unmarked:
-        raw = template.render(self.source, conversation, dict(self.variables), self.date, prompt=prompt)
+        try:
+            raw = template.render(self.source, conversation, dict(self.variables), self.date, prompt=prompt)
+        except ConfigError as error:
+            raise ConfigError(f"{self.key}.{error}") from error
         pieces: list[str] = []
         special: list[Span] = []
         borders: list[int] = []

@@ -1,6 +1,6 @@
 """Chat templates: Jinja2 in a sandbox, with the settings and functions that transformers gives a template.
 
-A template is data of others. The sandbox lets it read the messages and nothing else.
+A template is data of others. The sandbox lets it read the messages and nothing else, and bounds its work.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cdrmix.data.chat.sandbox import Sandbox, TooMuchWork, bounded
 from cdrmix.data.sources.base import BadRecord
 from cdrmix.data.sources.conversations import UNTRAINED, Conversation
 from cdrmix.errors import ConfigError
@@ -35,6 +35,8 @@ SPECIAL_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>")}
 
 # Around the output of a {% generation %} block. Normalised text has no control characters.
 GENERATION_BEGIN, GENERATION_END = "\x02", "\x03"
+MESSAGE = 300  # characters of the message of a template that are shown
+SOURCE = 1 << 20  # characters that a template has at most; the longest of public models have 0.02 of it
 # What code of a template can raise on messages that it was not written for.
 FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -59,21 +61,23 @@ def render(source: str, conversation: Conversation, variables: Mapping[str, str]
 
     source: of the template. variables: bos_token, eos_token and others. date: YEAR-MONTH-DAY, for `strftime_now`.
     prompt: whether the text ends with the beginning of an assistant turn (`add_generation_prompt`).
-    Raises BadRecord if the template refuses the conversation.
+    Raises BadRecord if the template refuses the conversation, ConfigError if its work has no end.
     """
     template = compiled(source, date)
+    messages = [_message(message) for message in conversation.messages]
+    tools = None if conversation.tools is None else [_with_json(tool, "parameters") for tool in conversation.tools]
     try:
-        return template.render(
-            messages=[_message(message) for message in conversation.messages],
-            tools=None
-            if conversation.tools is None
-            else [_with_json(tool, "parameters") for tool in conversation.tools],
-            documents=None,
-            add_generation_prompt=prompt,
-            **variables,
-        )
+        with bounded((messages, tools)):
+            return template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **variables
+            )
+    except TooMuchWork:
+        raise ConfigError(
+            "template: the chat template was stopped, because its loops or texts have no end, or are far longer than "
+            "the conversation needs; use another template, from people whom you trust"
+        ) from None
     except FAILURES as error:
-        raise BadRecord(f"the chat template refuses the conversation: {error}") from error
+        raise BadRecord(f"the chat template refuses the conversation: {str(error)[:MESSAGE]}") from error
 
 
 class JsonText(str):
@@ -116,17 +120,19 @@ def _object(text: str) -> dict[str, Any] | None:
 @lru_cache(maxsize=16)
 def compiled(source: str, date: str) -> jinja2.Template:
     """The template. date: YEAR-MONTH-DAY. Raises ConfigError if `source` is not one."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    if len(source) > SOURCE:
+        raise ConfigError(f"template: the chat template has {len(source):,} characters; allowed are {SOURCE:,}")
+    environment = Sandbox([Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
     try:
-        return environment.from_string(source)
+        return environment.counting(source)
     except jinja2.TemplateSyntaxError as error:
         where = f"template: line {error.lineno} of the chat template"
-        raise ConfigError(f"{where} is not Jinja2: {error.message}") from error
+        raise ConfigError(f"{where} is not Jinja2: {str(error.message)[:MESSAGE]}") from error
+    except (jinja2.TemplateError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"template: the chat template cannot be compiled: {str(error)[:MESSAGE]}") from error
 
 
 def _to_json(
