@@ -72,11 +72,8 @@ ALLOWED |= dict.fromkeys(
     ],
     "transformers reads it",
 )
-ALLOWED |= dict.fromkeys(
-    ["call_binop", *(f"visit_{node}" for node in ("For", "CallBlock", "Call", "Filter", "Test", "Compare"))]
-    + ["visit_Concat", "visit_Getitem"],
-    "Jinja2 calls it: the sandbox of chat templates, and the visitor of its syntax trees",
-)
+NODES = ("For", "CallBlock", "Call", "Filter", "Test", "Compare", "Concat", "Getitem")  # of Jinja2's syntax trees
+ALLOWED |= dict.fromkeys(("call_binop", *(f"visit_{node}" for node in NODES)), "Jinja2 calls it")
 # Parts of the names of decorators that register a definition.
 REGISTERING = ("register", "rule", "task", "validator", "serializer", "overload")
 

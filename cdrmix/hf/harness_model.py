@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -75,11 +76,13 @@ class HarnessModel:
         """The ids of a context and of its continuation.
 
         The two are encoded as one text, and spaces at the end of the context belong to the continuation, as in lm-eval.
+        A token over the border, such as that of "return" after "ret", belongs to the continuation with all that follow:
+        the context has the longest beginning that the ids of both texts share.
         """
         kept = context.rstrip()
-        first = [self.first_id] if self._begins or not kept else []
-        ids = self.tokenizer.encode(context + continuation)
-        before = len(self.tokenizer.encode(kept)) if kept else 0
+        ids, alone = self.tokenizer.encode(context + continuation), self.tokenizer.encode(kept) if kept else []
+        before = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(ids, alone, strict=False)))
+        first = [self.first_id] if self._begins or not before else []
         return [*first, *ids[:before]], ids[before:]
 
     def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:

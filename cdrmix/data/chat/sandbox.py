@@ -74,11 +74,11 @@ class Budget:
             raise TooMuchWork
 
 
-_of_rendering: ContextVar[Budget] = ContextVar("budget of the template that is rendered")
+_of_rendering: ContextVar[Budget | None] = ContextVar("budget of the template that is rendered", default=None)
 
 
 def _budget() -> Budget:
-    budget = _of_rendering.get(None)
+    budget = _of_rendering.get()
     if budget is None:
         raise nodes.Impossible  # for Jinja2: this has no value when the template is compiled
     return budget
@@ -87,11 +87,12 @@ def _budget() -> Budget:
 @contextmanager
 def bounded(given: object) -> Iterator[None]:
     """A rendering in this context has the budget for what it is given, such as a list of messages."""
-    token = _of_rendering.set(Budget(WORK + WORK_PER_UNIT * weight(given, 1 << 62)))
+    before = _of_rendering.get()
+    _of_rendering.set(Budget(WORK + WORK_PER_UNIT * weight(given, 1 << 62)))
     try:
         yield
     finally:
-        _of_rendering.reset(token)
+        _of_rendering.set(before)
 
 
 def weight(value: object, most: int) -> int:
