@@ -463,6 +463,11 @@ def test_a_template_gets_arguments_as_the_text_that_was_given(tmp_path: Path) ->
     source = TOOLS_TEMPLATE.replace("c.function | tojson", "'' + c.function.arguments")
     call = {"function": {"name": "add", "arguments": '{"a":8,  "b":[]}'}}
     assert '<call>{"a":8,  "b":[]}</call>' in renderer(tmp_path, source).render(parse(with_calls([call], None))).text
+    given = parse(with_calls([as_text(CALL, "arguments")], None))
+    for items in ("c.function.arguments | items", "c.function.arguments.items()"):  # one argument after another
+        each = "{% for k, v in " + items + " %}{{ k }}={{ v }};{% endfor %}"
+        source = TOOLS_TEMPLATE.replace("{{ c.function | tojson }}", each)
+        assert '<call>a=8;b=é " <x>;</call>' in renderer(tmp_path, source).render(given).text
     for text in ("not JSON", "[1]", "[" * 20000):
         call = {"function": {"name": "add", "arguments": text}}
         made = renderer(tmp_path, TOOLS_TEMPLATE).render(parse(with_calls([call], None)))

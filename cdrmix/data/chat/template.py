@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_items
 from jinja2.parser import Parser
 
 from cdrmix.data.chat.sandbox import Sandbox, TooMuchWork, bounded
@@ -83,16 +84,20 @@ def render(source: str, conversation: Conversation, variables: Mapping[str, str]
 class JsonText(str):
     """A text that is a JSON object, such as the arguments of a call in the OpenAI format.
 
-    To a template it is a text. Only `tojson` writes it as the object, where it would be encoded twice.
+    To a template it is a text. Only `tojson`, which would encode it twice, and `items` take it as the object.
     """
 
     __slots__ = ()
+
+    def items(self) -> Any:
+        """As of the object, for templates that write one argument after another."""
+        return json.loads(self).items()
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """What a template gets of a message."""
     given = {key: value for key, value in message.items() if key != UNTRAINED}
-    if "tool_calls" in given:
+    if isinstance(given.get("tool_calls"), list):
         given["tool_calls"] = [_with_json(call, "arguments") for call in given["tool_calls"]]
     if "function_call" in given:
         given["function_call"] = _with_json(given["function_call"], "arguments")
@@ -124,6 +129,7 @@ def compiled(source: str, date: str) -> jinja2.Template:
         raise ConfigError(f"template: the chat template has {len(source):,} characters; allowed are {SOURCE:,}")
     environment = Sandbox([Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
+    environment.filters["items"] = _items
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
     try:
@@ -146,6 +152,11 @@ def _to_json(
     return json.dumps(
         _parsed(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _items(value: Any) -> Any:
+    """The filter `items` of Jinja2, also of a JsonText."""
+    return value.items() if isinstance(value, JsonText) else do_items(value)
 
 
 def _parsed(value: Any) -> Any:
