@@ -69,7 +69,10 @@ class NonFiniteLossError(CdrmixError, ArithmeticError):
 
 
 class NonFiniteLogitsError(NonFiniteLossError, ValueError):
-    """The logits of a router are NaN. The message names the layer. Training ends as for a loss that is NaN."""
+    """The logits of a router are NaN (the message names the layer), or those from which a token is to be chosen.
+
+    Training ends as for a loss that is NaN.
+    """
 
 
 class ExportMismatchError(CdrmixError, RuntimeError):

@@ -19,7 +19,14 @@ import torch
 from short_endings import short_endings as short_endings_of_runs
 
 import cdrmix
+from cdrmix.errors import CheckpointError, NonFiniteLogitsError
+from cdrmix.eval import leak
+from cdrmix.hf import harness_model
+from cdrmix.hf.harness_model import Continuation, HarnessModel
+from cdrmix.inference import generate as generate_module
+from cdrmix.inference import load as load_module
 from cdrmix.inference.generate import Row, TextStream, decode
+from cdrmix.inference.load import backbone_weights, load_model, load_start
 from cdrmix.inference.sampling import Sampling, draw
 from cdrmix.kernels.common.products import multiplies_on_one_thread
 from cdrmix.model.mixers.base import MIXERS
@@ -367,6 +374,67 @@ def test_drawing_obeys_min_p_and_the_repetition_penalty() -> None:
     # Logits here are negative: tokens that were there are multiplied by the penalty.
     assert drawn(Sampling(temperature=0, repetition_penalty=5.0), [0, 0]) == {1}
     assert draw(torch.tensor([[2.0, 1.5]]), [Row([0], Sampling(temperature=0, repetition_penalty=2.0))]) == [1]
+
+
+def test_the_token_before_a_prompt_has_no_repetition_penalty(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the one that ends a text. Where it occurs again, it is of the prompt."""
+    penalised = Sampling(temperature=0, repetition_penalty=2.0)
+    logits = torch.tensor([[2.0, 1.5]])
+    assert draw(logits, [Row([0], penalised, added=1)]) == [0]
+    assert draw(logits, [Row([0, 0], penalised, added=1)]) == [1]
+    rows: list[Row] = []
+    monkeypatch.setattr(generate_module, "decode", lambda model, some, vocabulary: iter(rows.extend(some) or ()))
+    model = cdrmix.load(run, device="cpu")
+    model.generate("def f", repetition_penalty=2.0)
+    harness = HarnessModel(model.model, model.tokenizer, begins=True, max_length=12, batch_size=2, say=print)
+    monkeypatch.setattr(harness_model, "decode", generate_module.decode)
+    harness.continuations([Continuation(text, Sampling(max_new_tokens=4)) for text in ("def f", "def f(x)" * 20)])
+    of_prompt = model.tokenizer.encode("def f")
+    assert [row.ids[row.added :] for row in rows[::2]] == [of_prompt, of_prompt]
+    assert (len(rows[1].ids), rows[1].added) == (8, 0)  # the beginning was cut off
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {}, {"top_p": 1.0}, {"top_k": 2}, {"repetition_penalty": 2.0}]
+)
+def test_logits_that_are_not_finite_are_an_error(value: float, options: dict[str, Any]) -> None:
+    """Minus infinity is a token that cannot be, unless all are."""
+    logits = torch.zeros(2, 5)
+    logits[1, 3] = value
+    rows = [Row([0], Sampling(**options)) for _ in range(2)]
+    if value < 0:
+        assert draw(logits, rows)[1] != 3
+        logits[1] = value
+    with pytest.raises(NonFiniteLogitsError, match="gives logits that are NaN or infinite") as caught:
+        draw(logits, rows)
+    assert caught.value.exit_code == 9
+
+
+def test_a_model_with_nan_generates_no_text(run: Path) -> None:
+    model = cdrmix.load(run, device="cpu")
+    with torch.no_grad():
+        for parameter in model.model.final_norm.parameters():  # after all routers
+            parameter.fill_(float("nan"))
+    for options in ({"temperature": 0.0}, {}):
+        with pytest.raises(NonFiniteLogitsError):
+            model.generate("def f", max_new_tokens=2, **options)
+    harness = HarnessModel(model.model, model.tokenizer, begins=True, max_length=64, batch_size=2, say=print)
+    with pytest.raises(NonFiniteLogitsError, match="no text can be scored"):
+        harness.likelihoods([harness.pair("def f", "(x)")])
+    with pytest.raises(NonFiniteLogitsError, match="no text can be scored"):
+        leak._matched(model, [[1] * 50])  # type: ignore[arg-type]  # it reads the model and the tokenizer alone
+
+
+def test_a_training_does_not_start_from_nan(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = load_model(run)
+    with torch.no_grad():
+        trained.model.embedding.weight[5, 0] = float("inf")
+    monkeypatch.setattr(load_module, "load_model", lambda path: trained)
+    for start in (load_start, backbone_weights):
+        given = trained.tokenizer if start is load_start else run / "tokenizer.json"
+        with pytest.raises(CheckpointError, match=r"values that are NaN or infinite, the first is embedding\.weight"):
+            start(run, trained.config, given)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("vocabulary", [50, 4000])

@@ -102,7 +102,10 @@ OWNERS = {
         "cdrmix/data/chat/encoding.py",  # needs the offsets of tokens, and another name for every special token
     },
     "fastokens": {"cdrmix/data/batch_encoder.py"},
-    "jinja2": {"cdrmix/data/chat/template.py"},
+    "jinja2": {
+        "cdrmix/data/chat/template.py",
+        "cdrmix/data/chat/sandbox.py",  # the environment in which a template runs
+    },
     "transformers": {"cdrmix/hf"},
     "peft": {"cdrmix/hf"},
     "bitsandbytes": {"cdrmix/hf"},

@@ -72,6 +72,8 @@ ALLOWED |= dict.fromkeys(
     ],
     "transformers reads it",
 )
+NODES = ("For", "CallBlock", "Call", "Filter", "Test", "Compare", "Concat", "Getitem")  # of Jinja2's syntax trees
+ALLOWED |= dict.fromkeys(("call_binop", *(f"visit_{node}" for node in NODES)), "Jinja2 calls it")
 # Parts of the names of decorators that register a definition.
 REGISTERING = ("register", "rule", "task", "validator", "serializer", "overload")
 

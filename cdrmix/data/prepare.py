@@ -28,6 +28,7 @@ from cdrmix.data.chat.rendering import Renderer, make_renderers
 from cdrmix.data.cleaning import urls
 from cdrmix.data.cleaning.filters import FilterChain
 from cdrmix.data.configured_tokenizer import added_tokens, content_of, load_tokenizer, tokenizer_path
+from cdrmix.data.escaping import escape_unprintable
 from cdrmix.data.pipeline import filter_report
 from cdrmix.data.pipeline.duplicates import MEMORY_PER_TEXT_BYTE, Survivors, remove_duplicates
 from cdrmix.data.pipeline.encoding import (
@@ -60,6 +61,7 @@ WORKING = 3  # the largest size of the working folder with the shards, as a mult
 PIPELINE = 2  # increased when the stages give another result for the same text
 # Keys that do not affect the shards: their folder, the executor, the order in which they are read.
 RUNNING = {"cache", "engine", "workers", "memory_mb", "max_bad_records"}
+HIDDEN_SHOWN = 6  # fields that the chat template does not write, in the summary
 NOT_IN_CONTENT_KEY = RUNNING | {"curriculum", "mixture", "mixtures", "order"}
 
 
@@ -472,6 +474,7 @@ def make_report(config: Config, assembled: Assembled, tokenizer: TextTokenizer, 
         "filtered": {rule: filtered.documents for rule, filtered in stats.filtered.items()},
         "tokens_by_domain": assembled.tokens_by_domain,
         **({} if assembled.chains is None else {"chains": assembled.chains.as_json()}),
+        **({"hidden": dict(sorted(stats.hidden.items()))} if stats.hidden else {}),
         "bad_records": stats.bad,
         "bad_records_shown": stats.bad_shown[:BAD_RECORDS_SHOWN],
     }
@@ -492,6 +495,9 @@ def nothing_left(sources: dict[str, Source], stats: PipelineStats, left: int) ->
 
 def summary(report: dict[str, Any]) -> str:
     """The report in one line."""
+    by_count = sorted(report.get("hidden", {}).items(), key=lambda item: (-item[1], item[0]))
+    hidden = ", ".join(f"{escape_unprintable(name[:40])} of {count:,}" for name, count in by_count[:HIDDEN_SHOWN])
+    hidden += f" and {len(by_count) - HIDDEN_SHOWN} more" if len(by_count) > HIDDEN_SHOWN else ""
     return (
         f"{report['documents']:,} documents, {report['text_bytes'] / 1e6:,.2f} MB, {report['tokens']:,} tokens "
         f"({report['bytes_per_token']:.2f} bytes each), {report['rows']:,} rows of {report['row_length']} "
@@ -499,6 +505,7 @@ def summary(report: dict[str, Any]) -> str:
         f"{report['valid']['tokens'] / report['tokens']:.1%} of tokens held out "
         f"({report['held_out_near_duplicates']} of them nearly equal to a training document); "
         f"{sum(report['filtered'].values()):,} documents filtered, {report['bad_records']} bad records"
+        + (f"; the chat template does not write these fields of conversations: {hidden}" if hidden else "")
     )
 
 

@@ -32,7 +32,7 @@ from cdrmix.eval.canaries import Canary, exposures, read_canaries, read_records
 from cdrmix.eval.intervals import mean_interval, wilson
 from cdrmix.eval.overlap import BYTES
 from cdrmix.eval.suites import SUITES, Measure, Parts, Subject, SuiteOptions, SuiteResult, Writing
-from cdrmix.model.decoding import evaluating
+from cdrmix.model.decoding import check_finite, evaluating
 
 PREFIX = 32  # tokens, as in arXiv 2304.11158
 LIMIT = 1000  # prefixes of each split, and generations
@@ -214,7 +214,9 @@ def _matched(parts: Parts, sequences: Sequence[list[int]]) -> list[int]:
         for first in range(0, len(sequences), rows):
             ids_BT = torch.tensor(sequences[first : first + rows], device=device)
             hidden_BND = parts.model(ids_BT[:, :-1]).hidden_BTD[:, PREFIX:]
-            likeliest_BN = parts.model.logits(hidden_BND)[..., : parts.tokenizer.vocab_size].argmax(-1)
+            logits_BNV = parts.model.logits(hidden_BND)[..., : parts.tokenizer.vocab_size]
+            check_finite(logits_BNV)  # of NaN no token is the likeliest, and the model would seem to know no text
+            likeliest_BN = logits_BNV.argmax(-1)
             same_BN = (likeliest_BN == ids_BT[:, PREFIX + 1 :]).long()
             matched += same_BN.cumprod(1).sum(1).tolist()
     return matched

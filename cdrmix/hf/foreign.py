@@ -24,7 +24,7 @@ from cdrmix.hf import adapters, mamba
 from cdrmix.hf.head import Head, head_layer, head_logits, head_loss, probe_head
 from cdrmix.hf.packing import Packing, called_outside_engine, choose_packing, decode, decoder_of
 from cdrmix.hf.positions import Positions
-from cdrmix.inference.checkpoints import state_dict_mismatch
+from cdrmix.inference.checkpoints import not_finite, state_dict_mismatch
 from cdrmix.model.language_model import Output, RouterStats
 from cdrmix.model.loss import LossModule
 
@@ -169,7 +169,11 @@ def _random_model(described: Any, options: dict[str, Any]) -> Any:
 
 
 def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, Any]) -> Any:
-    """The model with the weights of its files. Raises ConfigError if tensors are missing or have other shapes."""
+    """The model with the weights of its files.
+
+    Raises ConfigError if tensors are missing, have other shapes or values that are not finite, and if there is a head
+    that the description ties to the embedding.
+    """
     try:
         model, report = _transformers().AutoModelForCausalLM.from_pretrained(
             section.folder,
@@ -193,6 +197,9 @@ def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, An
             f"model.path: {section.path} has {name} with the shape {list(found)}, and config.json describes one with "
             f"{list(expected)}"
         )
+    _check_head(model, section, described)
+    if (problem := not_finite(dict(model.named_parameters()))) is not None:
+        raise ConfigError(f"model.path: {section.path} {problem}")
     if unused := sorted(report["unexpected_keys"]):
         warnings.warn(
             f"model.path: {len(unused)} tensors of {section.path} are not used, the first is {unused[0]}; the "
@@ -201,6 +208,27 @@ def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, An
             stacklevel=2,
         )
     return model
+
+
+def _check_head(model: Any, section: HuggingFaceModel, described: Any) -> None:
+    """Raises ConfigError if the files have a head of their own, and the description says that it is the embedding.
+
+    transformers loads both then; an export would have the tensors of the description alone.
+    """
+    if model.get_output_embeddings() is None or _ties_head(model):
+        return
+    with quiet(), torch.device("meta"):
+        empty = _transformers().AutoModelForCausalLM.from_config(described)
+    if _ties_head(empty):
+        raise ConfigError(
+            f"model.path: {section.path}: the head of the weights is not the embedding, and {DESCRIPTION} says that it "
+            "is (tie_word_embeddings: true). Set tie_word_embeddings: false there, or remove the tensor of the head "
+            "from the weights, whichever is right"
+        )
+
+
+def _ties_head(model: Any) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def model_of(config: Config, folder: Path, weights: Mapping[str, Tensor], *, origin: Path) -> Any:
@@ -217,6 +245,8 @@ def model_of(config: Config, folder: Path, weights: Mapping[str, Tensor], *, ori
     problem = state_dict_mismatch(weights, wanted)
     if problem is not None:
         raise CheckpointError(f"{origin} does not match {folder / DESCRIPTION}: it {problem}")
+    if (problem := not_finite(weights)) is not None:
+        raise CheckpointError(f"{origin} {problem}")
     with quiet():
         model = type(empty).from_pretrained(
             None,

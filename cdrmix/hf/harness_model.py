@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from cdrmix.inference.generate import Row, TextStream, decode
 from cdrmix.inference.load import Loaded
 from cdrmix.inference.sampling import Sampling
 from cdrmix.model.causal import CausalModel
+from cdrmix.model.decoding import check_finite
 from cdrmix.runtime import threads_for
 
 Item = TypeVar("Item")
@@ -75,11 +77,13 @@ class HarnessModel:
         """The ids of a context and of its continuation.
 
         The two are encoded as one text, and spaces at the end of the context belong to the continuation, as in lm-eval.
+        A token over the border, such as that of "return" after "ret", belongs to the continuation with all that follow:
+        the context has the longest beginning that the ids of both texts share.
         """
         kept = context.rstrip()
-        first = [self.first_id] if self._begins or not kept else []
-        ids = self.tokenizer.encode(context + continuation)
-        before = len(self.tokenizer.encode(kept)) if kept else 0
+        ids, alone = self.tokenizer.encode(context + continuation), self.tokenizer.encode(kept) if kept else []
+        before = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(ids, alone, strict=False)))
+        first = [self.first_id] if self._begins or not before else []
         return [*first, *ids[:before]], ids[before:]
 
     def likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:
@@ -116,7 +120,7 @@ class HarnessModel:
 
         Raises ConfigError if max_new_tokens is not below max_length.
         """
-        prompts = []
+        prompts = []  # and how many ids are put before each
         for prompt, sampling in requests:
             kept = self.max_length - sampling.max_new_tokens
             if kept < 1:
@@ -126,11 +130,12 @@ class HarnessModel:
                     "or --max-length"
                 )
             first = [self.first_id] if self._begins or not prompt else []
-            prompts.append([*first, *self.tokenizer.encode(prompt)][-kept:])
+            ids = [*first, *self.tokenizer.encode(prompt)]
+            prompts.append((ids[-kept:], len(first) if len(ids) <= kept else 0))
         texts = [""] * len(requests)
-        order = sorted(range(len(requests)), key=lambda number: -len(prompts[number]))
+        order = sorted(range(len(requests)), key=lambda number: -len(prompts[number][0]))
         for batch in self._batches(order, "texts"):
-            rows = [Row(prompts[number], requests[number].sampling) for number in batch]
+            rows = [Row(prompts[number][0], requests[number].sampling, added=prompts[number][1]) for number in batch]
             for place, text in self._texts(rows):
                 texts[batch[place]] += text
         return texts
@@ -166,7 +171,9 @@ class HarnessModel:
             for hidden, targets in zip(
                 hidden_TD[-longest:].split(LOGIT_TOKENS), targets_NK.split(LOGIT_TOKENS), strict=True
             ):
-                log_probabilities = self.model.logits(hidden).float().log_softmax(-1)
+                logits = self.model.logits(hidden)
+                check_finite(logits)
+                log_probabilities = logits.float().log_softmax(-1)
                 nats.append(log_probabilities.gather(1, targets).double())
                 greedy.append(log_probabilities.argmax(-1, keepdim=True) == targets)
         nats_KN, greedy_KN = torch.cat(nats).T.cpu(), torch.cat(greedy).T.cpu()

@@ -61,7 +61,7 @@ def probe_head(model: PreTrainedModel, call: Callable[[Tensor], Tensor] | None =
     Passes random hidden states of 16 tokens to the head, also very large ones, and compares logits and formula.
     The weights themselves are not read, so they may be sharded. No random state changes.
     call: runs the model on ids [1, 16] and returns the logits; needed where weights are sharded (`choose_packing`).
-    Raises ConfigError, which names the architecture, if the logits have another formula.
+    Raises ConfigError, which names the architecture, if the logits have another formula or are not finite.
     """
     layer = head_layer(model)
     device = next(model.parameters()).device
@@ -73,6 +73,11 @@ def probe_head(model: PreTrainedModel, call: Callable[[Tensor], Tensor] | None =
         random = torch.randn(given.shape, generator=generator).to(given)
         _, products, logits = _run(model, layer, ids, random, call)
         _, large_products, large_logits = _run(model, layer, ids, LARGE * random, call)
+    if not bool(logits.isfinite().all()):
+        raise ConfigError(
+            f"model: the logits of {model.config.model_type} are NaN or infinite: its weights are damaged, or its "
+            "numbers are too large for the precision"
+        )
     same_hidden = hidden is None or torch.allclose(hidden.float(), given.float(), rtol=1e-2, atol=1e-3)
     tolerance = TOLERANCE if given.dtype.itemsize >= 4 else HALF_TOLERANCE
     head = _fit(products, logits, large_products, large_logits, tolerance, layer.bias is not None)

@@ -92,6 +92,9 @@ class CdrmixForCausalLM(PreTrainedModel, GenerationMixin):
         cache_position: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        position_ids: Tensor | None = None,
+        output_router_logits: bool | None = None,
+        tokenizer: object = None,
     ) -> MoeCausalLMOutputWithPast | tuple[Any, ...]:
         """The logits of the next token, float32 [B, T, V].
 
@@ -108,6 +111,9 @@ class CdrmixForCausalLM(PreTrainedModel, GenerationMixin):
             cache_position: not used; transformers 4.57 passes it.
             logits_to_keep: the number of last tokens that need logits, or their indices. 0: all.
             num_items_in_batch: divides the sum of the losses of the tokens. None: the number of these tokens.
+            position_ids: int64 [B, T]: the tokens of each row counted from 0, with those in the cache; nothing else.
+            output_router_logits: not supported.
+            tokenizer: not used; `generate` of transformers 5 passes that of its stop strings.
 
         Returns:
             loss, if there are labels: cross-entropy in nats; in training mode plus `aux_loss`, which counts by this
@@ -119,11 +125,16 @@ class CdrmixForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("a cdrmix model reads input_ids; inputs_embeds is not supported")
-        if output_attentions or output_hidden_states:
-            raise ValueError("a cdrmix model has logits only: output_attentions and output_hidden_states must be False")
+        if output_attentions or output_hidden_states or output_router_logits:
+            raise ValueError(
+                "a cdrmix model has logits only: output_attentions, output_hidden_states and output_router_logits must "
+                "be False"
+            )
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
         cache = _cache(past_key_values, use_cache)
         tokens_BT = tokens_of(attention_mask, input_ids, cache)
+        if position_ids is not None:
+            _check_positions(position_ids, attention_mask, input_ids, cache)
         if tokens_BT is not None and self.model.adapters:
             raise ValueError(
                 "a model with plastic adapters counts chunks from the start of a row: padding is not possible; give "
@@ -239,6 +250,25 @@ def tokens_of(attention_mask: Tensor | None, ids_BT: Tensor, cache: CdrmixCache 
     if past:
         raise ValueError("only the first tokens of a row can be padded: give the new tokens of a cache without padding")
     return tokens_BT
+
+
+def _check_positions(
+    position_ids: Tensor, attention_mask: Tensor | None, ids_BT: Tensor, cache: CdrmixCache | None
+) -> None:
+    """Raises ValueError for positions that do not count the tokens of a row, such as those of packed documents."""
+    length, past = ids_BT.shape[1], 0 if cache is None else cache.get_seq_length()
+    if attention_mask is not None and attention_mask.shape[1] == past + length:
+        tokens_BT = attention_mask[:, -length:].bool()
+        expected_BT = (attention_mask.long().cumsum(1) - 1)[:, -length:]
+    else:
+        tokens_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+        expected_BT = (past + torch.arange(length, device=ids_BT.device)).expand_as(ids_BT)
+    shaped = position_ids.shape[-1:] == (length,) and position_ids.dim() <= 2
+    if not shaped or bool(((position_ids != expected_BT) & tokens_BT).any()):
+        raise ValueError(
+            "position_ids must count the tokens of each row from 0, without padding: a cdrmix model has no other "
+            "positions, and does not read documents packed in a row. Leave position_ids out"
+        )
 
 
 def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor, tokens_BT: Tensor | None) -> tuple[Tensor, Tensor]:

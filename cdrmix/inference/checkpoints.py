@@ -210,6 +210,21 @@ def shapes_mismatch(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Seq
     return None
 
 
+def not_finite(weights: Mapping[str, Tensor]) -> str | None:
+    """Describes the tensors with NaN or infinity; None if there are none. Tensors without values are passed over."""
+    names = [
+        name
+        for name, tensor in weights.items()
+        if tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all())
+    ]
+    if not names:
+        return None
+    return (
+        f"has {len(names)} of {len(weights)} tensors with values that are NaN or infinite, the first is {names[0]}; "
+        "use an earlier checkpoint, or another copy of the model"
+    )
+
+
 def _all_plastic(names: Sequence[str]) -> bool:
     return bool(names) and all(".plastic." in name for name in names)
 

@@ -29,12 +29,14 @@ class Row:
     """One sequence to continue.
 
     ids: token ids, not empty; each sampled token is appended. first: if not empty, the first sampled token is one of
-    these. ended: the reader of the tokens sets it to stop the sampling. drawn: number of sampled tokens.
+    these. added: number of ids at the beginning that are not of the prompt, such as the token that begins a document.
+    ended: the reader of the tokens sets it to stop the sampling. drawn: number of sampled tokens.
     """
 
     ids: list[int]
     sampling: Sampling
     first: Sequence[int] = ()
+    added: int = 0
     ended: bool = False
     drawn: int = 0
     random: torch.Generator = field(init=False, repr=False)
@@ -181,7 +183,7 @@ def _generate(
         if prefix and prefix not in beginning:
             spelled_by_id = spelled_by_id or [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
             beginning[prefix] = [token for token, each in enumerate(spelled_by_id) if each.startswith(prefix)]
-        rows.append(Row(ids, sampling, beginning.get(prefix, ())))
+        rows.append(Row(ids, sampling, beginning.get(prefix, ()), added=1))
         streams.append(TextStream(sampling.stop))
         known.append(prefix)
     begun = [bool(prompt) for prompt in prompts]  # whether the text has begun

@@ -21,6 +21,7 @@ from cdrmix.inference.checkpoints import (
     MANIFEST,
     has_average,
     list_checkpoints,
+    not_finite,
     read_weights,
     state_dict_mismatch,
     step_of,
@@ -182,10 +183,14 @@ def load_start(path: Path, config: Config, tokenizer: TextTokenizer) -> Loaded:
     """The trained model that a run starts from: a run, checkpoint or export, or a file of RWKV-7 weights.
 
     Such a file has weights alone: the configuration and the tokenizer are those of the run. Raises CheckpointError,
-    and ConfigError if the model of the configuration is another one than that of the file.
+    also for weights that are NaN or infinite, and ConfigError if the model of the configuration is another one than
+    that of the file.
     """
     if not is_weights_file(path):
-        return load_model(path)
+        loaded = load_model(path)
+        if (problem := not_finite(loaded.weights)) is not None:
+            raise CheckpointError(f"{path} {problem}")
+        return loaded
     check_model(config, path)
     weights = read_rwkv7(path, tied=config.cdrmix_model.tie_embeddings)
     model, _ = build(config, weights, origin=path)
@@ -198,10 +203,8 @@ def backbone_weights(path: Path, config: Config, tokenizer: Path) -> dict[str, T
     tokenizer: the tokenizer of this run; it must be that of the backbone. Raises CheckpointError, ConfigError,
     VocabularyError.
     """
-    if is_weights_file(path):
-        return load_start(path, config, read_tokenizer(tokenizer, config)).weights
-    loaded = load_model(path)
     ours = read_tokenizer(tokenizer, config)
+    loaded = load_start(path, config, ours)
     if ours.fingerprint != loaded.tokenizer.fingerprint:
         raise VocabularyError(
             f"reasoning.backbone: {path} has another tokenizer ({loaded.tokenizer.fingerprint[:12]}) than the text of "

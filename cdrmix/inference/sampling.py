@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cdrmix.errors import ConfigError
+from cdrmix.model.decoding import check_finite
 
 UNITS = 2.0**52  # of a probability, to be added as integers: float64 numbers between 1 and 2 are steps of 2^-52
 FIRST = 128  # tokens that are put in order at first; in trained models they have nearly all probability
@@ -26,7 +27,8 @@ class Sampling:
         top_k: keeps the k most likely tokens. 0 keeps all.
         min_p: drops tokens below this share of the probability of the most likely token. 0 drops none.
         repetition_penalty: divides the positive logits of tokens that occur in the prompt or the text so far, and
-            multiplies the negative ones (arXiv 1909.05858, section 4.1). 1 changes nothing.
+            multiplies the negative ones (arXiv 1909.05858, section 4.1). The token that begins a document, before the
+            prompt, is not one of them: it may be that which ends the text. 1 changes nothing.
         seed: the same seed gives the same text.
         max_new_tokens: the text ends after this number of tokens.
         stop: the text ends before this string, or before the first of several strings.
@@ -85,11 +87,14 @@ def _integer(name: str, value: object) -> int:
 class Drawing(Protocol):
     """A row for which a token is sampled. ids: its tokens so far. drawn: how many of them were sampled.
 
-    first: if not empty, the first sampled token is one of these ids.
+    added: how many of them, at the beginning, are neither of the prompt nor sampled. first: if not empty, the first
+    sampled token is one of these ids.
     """
 
     @property
     def ids(self) -> Sequence[int]: ...
+    @property
+    def added(self) -> int: ...
     @property
     def drawn(self) -> int: ...
     @property
@@ -105,8 +110,10 @@ def draw(logits_BV: Tensor, rows: Sequence[Drawing]) -> list[int]:
 
     A row's token depends on its logits, its sampling and its generator only, which gives one number for each token at
     a temperature above 0. The order is: penalty, top-k, temperature, min-p, top-p.
+    Raises NonFiniteLogitsError as `check_finite`.
     """
     logits_BV = logits_BV.cpu()
+    check_finite(logits_BV)
     if any(row.sampling.repetition_penalty != 1 or (row.first and not row.drawn) for row in rows):
         logits_BV = torch.stack([_adjusted(logits_V, row) for logits_V, row in zip(logits_BV, rows, strict=True)])
     alike: dict[tuple[float, ...], list[int]] = {}
@@ -132,7 +139,8 @@ def _adjusted(logits_V: Tensor, row: Drawing) -> Tensor:
         logits_V = kept
     penalty = row.sampling.repetition_penalty
     if penalty != 1 and row.ids:
-        before = torch.tensor(sorted({token for token in row.ids if token < len(logits_V)}), dtype=torch.int64)
+        seen = {token for token in row.ids[row.added :] if token < len(logits_V)}
+        before = torch.tensor(sorted(seen), dtype=torch.int64)
         found = logits_V[before]
         logits_V = logits_V.index_copy(0, before, torch.where(found > 0, found / penalty, found * penalty))
     return logits_V

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.model import compiled, graphs
 from cdrmix.model.cache import concatenated, select
 from cdrmix.model.causal import CausalModel
@@ -34,6 +35,18 @@ class Prefix(NamedTuple):
 
     logits_BV: Tensor
     cache: Any
+
+
+def check_finite(logits: Tensor) -> None:
+    """Raises NonFiniteLogitsError if a row of logits [..., V] has NaN or infinity, or no finite number at all.
+
+    Minus infinity alone is a token that cannot be.
+    """
+    if not bool(logits.amax(-1).isfinite().all()):  # the largest of NaN and others is NaN
+        raise NonFiniteLogitsError(
+            "the model gives logits that are NaN or infinite, so no token can be chosen and no text can be scored: its "
+            "weights are damaged, or their training diverged; use an earlier checkpoint, or another copy of the model"
+        )
 
 
 def prefill(model: CausalModel, prompts_BL: Tensor, cache: Any = None) -> Prefix:

@@ -23,6 +23,7 @@ from cdrmix.data.shards import ShardSet
 from cdrmix.data.sources.base import BadRecord
 from cdrmix.data.sources.chat import parse_conversation
 from cdrmix.data.sources.conversations import Conversation, from_json
+from cdrmix.data.sources.training_fields import OF_RECORDS, TRAINED, UNTRAINED
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError, CorpusError, VocabularyError
 
@@ -62,6 +63,12 @@ TEMPLATES = {
     "generation": (GENERATION, ["4. Naïve 🙂<|im_end|>", "Yes\n\nreally<|im_end|>"]),
     "inst": (INST, [" 4. Naïve 🙂</s>", " Yes\n\nreally</s>"]),
 }
+REASONED = CHATML.replace(
+    "m.content",
+    "'' }}{% if m.role == 'assistant' %}{% if m.reasoning_content %}<t>{% generation %}{{ m.reasoning_content }}"
+    "{% endgeneration %}</t>{% endif %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}\n{% else %}"
+    "{{ m.content",
+).replace("{% endfor %}", "{% endif %}{% endfor %}")
 REWRITING = (  # as Qwen3's: the reasoning of earlier turns is left out
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{{ '<think></think>' if m.role == 'assistant' and loop.last }}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -242,6 +249,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
         ("{% generation %}{% endgeneration %}{{ messages[1].content }}", "marks nothing"),
         ("{{ messages[0].content }}{% generation %}x{% endgeneration %}", "does not have the text of the assistant"),
         ("{{ raise_exception('no') }}", r"refuses the conversation: no \(a user turn"),
+        ("{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "was stopped"),
         ("{% for %}", "line 1 of the chat template is not Jinja2"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses the conversation"),
         ("{{ messages.append(1) }}", "refuses the conversation"),
@@ -350,6 +358,204 @@ def test_records_that_are_no_conversations(record: object, message: str) -> None
         parse(record)
 
 
+def answers(**fields: Any) -> list[dict[str, Any]]:
+    """Two questions with answers, the first answer with these fields."""
+    user = {"role": "user", "content": "Q"}
+    first, second = ({"role": "assistant", "content": content} for content in ("wrong", "right"))
+    return [user, {**first, **fields}, user, second]
+
+
+NO_LOSS = [*({name: value} for name in TRAINED for value in (0, 0.0, False)), *({name: True} for name in UNTRAINED)]
+
+
+@pytest.mark.parametrize("fields", NO_LOSS, ids=str)
+def test_a_turn_without_weight_has_no_loss_and_the_same_text(fields: dict[str, Any]) -> None:
+    made = parse({"messages": answers(**fields)})
+    assert (made.trained_turns("assistant"), made.trained_turns("last")) == ([3], [3])
+    (name, value) = next(iter(fields.items()))
+    assert parse({"messages": answers(**{name: not value})}).messages == answers()
+    assert parse({"messages": answers(**{name: None})}).messages == answers()
+    turns = [{"from": "human", "value": "Q", **fields}, {"from": "gpt", "value": "A", **fields}]
+    assert parse({"conversations": turns}).trained_turns("assistant") == []
+    if name in OF_RECORDS:
+        assert parse({"messages": answers(), **fields}).trained_turns("assistant") == []
+        assert parse({"instruction": "Q", "output": "A", **fields}).trained_turns("last") == []
+
+
+@pytest.mark.parametrize("name", [*TEMPLATES, "reasoned"])
+def test_the_loss_is_on_the_turns_that_have_a_weight(name: str, tmp_path: Path) -> None:
+    """Also where a template writes two {% generation %} blocks in a turn, or none."""
+    source = TEMPLATES[name][0] if name in TEMPLATES else REASONED
+    turns = answers(weight=0, reasoning_content="because")
+    whole, some = (renderer(tmp_path, source).render(parse({"messages": each})) for each in (answers(), turns))
+    assert trained_texts(whole)[-1:] == trained_texts(some)
+    assert "right" in trained_texts(some)[0]
+    assert "wrong" in some.text
+    last = [*turns[:3], {**turns[3], "reasoning_content": "since"}]
+    expected = ["since", "right<|im_end|>"] if name == "reasoned" else trained_texts(some)
+    for train_on in ("last", "assistant"):
+        rendered = renderer(tmp_path, source, train_on=train_on).render(parse({"messages": last}))
+        assert trained_texts(rendered) == expected
+    assert "weight" not in renderer(tmp_path, "{{ messages }}", train_on="all").render(parse({"messages": turns})).text
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": answers(weight=0.5)}, "turn 2 has weight 0.5; allowed are 1 or true, and 0 or false"),
+        ({"messages": answers(weight=-1)}, "turn 2 has weight -1"),
+        ({"messages": answers(weight=float("nan"))}, "turn 2 has weight nan"),
+        ({"messages": answers(train="no")}, "turn 2 has train 'no'"),
+        ({"messages": answers(weight=0, train=True)}, "the fields weight, train of turn 2 contradict each other"),
+        ({"messages": answers(masked=True, train=True)}, "the fields masked, train of turn 2 contradict each other"),
+        ({"messages": answers(train_detail=[])}, "turn 2 has the field 'train_detail', whose meaning for the loss"),
+        ({"messages": answers(mask=1)}, "turn 2 has the field 'mask', whose meaning"),
+        ({"messages": answers(assistantMasks=[1])}, "turn 2 has the field 'assistantMasks', whose meaning"),
+        ({"messages": [{**QUESTION[0], "train": True}, QUESTION[1]]}, "turn 1 of the role user is to be trained on"),
+        ({"messages": QUESTION, "weight": 2}, "the record has weight 2; allowed"),
+        ({"messages": QUESTION, "weight": 1, "masked": 1}, "its fields weight, masked contradict"),
+        ({"conversations": QUESTION, "mask": "Assistant"}, "its field 'mask' is 'Assistant'"),
+        ({"messages": QUESTION, "mask": [0, 1]}, r"its field 'mask' is \[0, 1\]"),
+    ],
+)
+def test_a_weight_that_cannot_be_honoured_is_a_bad_record(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRecord, match=message):
+        parse(record)
+
+
+def test_weights_that_say_what_is_done_anyway() -> None:
+    """Weights of all turns as in ShareGPT data, the mask of NeMo, and fields of other meanings."""
+    turns = [{"from": "human", "value": "Q", "weight": 0.0}, {"from": "gpt", "value": "A", "weight": 1.0}]
+    assert parse({"conversations": turns, "mask": "User", "loss": 1.73}).messages == QUESTION
+    everything = [{**turn, "train": True} for turn in QUESTION]
+    assert parse({"messages": everything}, train_on="all").messages == QUESTION
+    with pytest.raises(BadRecord, match="turn 2 is to have no loss, and train_on: all puts the loss on every token"):
+        parse({"messages": answers(weight=0)}, train_on="all")
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 8, "b": 'é " <x>'}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+CALLED = [QUESTION[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "10"}]
+TOOLS_TEMPLATE = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson(indent=2) }}{% endfor %}{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def as_text(value: dict[str, Any], name: str) -> dict[str, Any]:
+    """A call or tool with a field of its function as the text of its JSON."""
+    return {**value, "function": {**value["function"], name: json.dumps(value["function"][name])}}
+
+
+def with_calls(calls: Any, tools: Any) -> dict[str, Any]:
+    return {"messages": [CALLED[0], {**CALLED[1], "tool_calls": calls}, CALLED[2], QUESTION[1]], "tools": tools}
+
+
+@pytest.mark.parametrize(
+    ("calls", "tools"),
+    [
+        ([as_text(CALL, "arguments")], [TOOL]),
+        ([CALL], [as_text(TOOL, "parameters")]),
+        (json.dumps([CALL]), json.dumps([TOOL])),
+        ([json.dumps(CALL)], [json.dumps(as_text(TOOL, "parameters"))]),
+        ([{**CALL, "function": json.dumps(CALL["function"])}], [{**TOOL, "function": json.dumps(TOOL["function"])}]),
+    ],
+)
+def test_calls_and_tools_that_are_json_texts_are_not_encoded_twice(calls: Any, tools: Any, tmp_path: Path) -> None:
+    made = renderer(tmp_path, TOOLS_TEMPLATE)
+    expected = made.render(parse(with_calls([CALL], [TOOL])))
+    assert json.dumps(CALL["function"], ensure_ascii=False) in expected.text
+    assert made.render(parse(with_calls(calls, tools))) == expected
+
+
+def test_a_template_gets_arguments_as_the_text_that_was_given(tmp_path: Path) -> None:
+    """As the template of a model that writes arguments without tojson, whose white space is kept."""
+    source = TOOLS_TEMPLATE.replace("c.function | tojson", "'' + c.function.arguments")
+    call = {"function": {"name": "add", "arguments": '{"a":8,  "b":[]}'}}
+    assert '<call>{"a":8,  "b":[]}</call>' in renderer(tmp_path, source).render(parse(with_calls([call], None))).text
+    given = parse(with_calls([as_text(CALL, "arguments")], None))
+    for items in ("c.function.arguments | items", "c.function.arguments.items()"):  # one argument after another
+        each = "{% for k, v in " + items + " %}{{ k }}={{ v }};{% endfor %}"
+        source = TOOLS_TEMPLATE.replace("{{ c.function | tojson }}", each)
+        assert '<call>a=8;b=é " <x>;</call>' in renderer(tmp_path, source).render(given).text
+    for text in ("not JSON", "[1]", "[" * 20000):
+        call = {"function": {"name": "add", "arguments": text}}
+        made = renderer(tmp_path, TOOLS_TEMPLATE).render(parse(with_calls([call], None)))
+        assert json.dumps({"name": "add", "arguments": text}) in made.text
+    with pytest.raises(BadRecord, match="the field 'tool_calls' of turn 2 is not JSON"):
+        parse(with_calls("[" * 20000, None))
+    with pytest.raises(BadRecord, match="the field 'tool_calls' of turn 2 is an object, not a list"):
+        parse(with_calls(CALL, None))
+
+
+THOUGHT = {"role": "assistant", "content": "A", "reasoning_content": "because"}
+
+
+@pytest.mark.parametrize(
+    ("source", "record", "hidden"),
+    [
+        (TOOLS_TEMPLATE, with_calls([CALL], [TOOL]), set()),
+        (TOOLS_TEMPLATE, with_calls([as_text(CALL, "arguments")], [TOOL]), set()),
+        (TOOLS_TEMPLATE, {"messages": [QUESTION[0], THOUGHT]}, set()),
+        (TOOLS_TEMPLATE.replace("c.function", "c.function.name"), with_calls([CALL], [TOOL]), {"tool_calls"}),
+        (TOOLS_TEMPLATE.replace("if tools", "if false"), with_calls([CALL], [TOOL]), {"tools"}),
+        (CHATML, {"messages": QUESTION, "tools": [TOOL]}, {"tools"}),
+        (CHATML, {"messages": [QUESTION[0], THOUGHT]}, {"reasoning_content"}),
+        (CHATML, {"messages": [{**QUESTION[0], "images": ["cat.png"]}, THOUGHT]}, {"images", "reasoning_content"}),
+        (CHATML, {"messages": [QUESTION[0], {**QUESTION[1], "function_call": {"name": "f"}}]}, {"function_call"}),
+        (CHATML, {"messages": [{**QUESTION[0], "name": "Joe", "id": "7", "n": 3}, QUESTION[1]]}, set()),
+        (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), {"messages": MESSAGES}, set()),
+        (
+            CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
+            {"messages": [QUESTION[0], {"role": "assistant", "content": "<think>hm</think>A"}]},
+            {"content (in part)"},
+        ),
+        (
+            CHATML.replace("m.content", "(m.content if m.role == 'assistant' else m.content | upper)"),
+            {"messages": QUESTION},
+            set(),
+        ),
+        (CHATML.replace("m.content", "(m.content | tojson)"), {"messages": MESSAGES}, set()),
+        (CHATML.replace("m.content", "('' if m.role == 'system' else m.content)"), {"messages": MESSAGES}, {"content"}),
+        (
+            CHATML.replace("m.content", "m.content[:1000]"),
+            {"messages": [QUESTION[0], {**QUESTION[1], "content": "A" * 2000}]},
+            {"content (in part)"},
+        ),
+        (GENERATION, {"messages": MESSAGES, "tools": [TOOL]}, {"tools"}),
+        (INST, {"messages": MESSAGES}, set()),
+        (  # a template that reads a field may refuse another value
+            CHATML.replace("m.content", "(m.content if m.mood in (undefined, 'calm') else raise_exception('mood'))"),
+            {"messages": [{**turn, "mood": "calm"} for turn in QUESTION]},
+            set(),
+        ),
+    ],
+)
+def test_what_the_template_does_not_write_is_found(
+    source: str, record: dict[str, Any], hidden: set[str], tmp_path: Path
+) -> None:
+    made, given = renderer(tmp_path, source), parse(record)
+    assert made.hidden_fields(given, made.render(given)) == hidden
+
+
+def test_a_turn_of_which_nothing_is_written_is_not_trained_on(make_config: Any, tmp_path: Path) -> None:
+    made, given = renderer(tmp_path, CHATML), parse(with_calls([CALL], [TOOL]))
+    with pytest.raises(BadRecord, match=r"writes nothing of turn 2 \(tool_calls\), which is to be trained on"):
+        made.hidden_fields(given, made.render(given))
+    rows = [{"messages": [QUESTION[0], {**THOUGHT, "content": f"A{n}"}], "tools": [TOOL]} for n in range(9)]
+    rows += [with_calls([CALL], [TOOL]), {"messages": [*CALLED[:1], {**CALLED[1], "weight": 0}, *MESSAGES[1:3]]}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines: list[str] = []
+    shards = prepare(chat_config(make_config, [str(tmp_path / "chats.jsonl")]), say=lines.append)
+    assert (shards.report["bad_records"], shards.report["documents"]) == (1, 10)
+    assert shards.report["hidden"] == {"reasoning_content": 9, "tool_calls": 1, "tools": 9}
+    told = "does not write these fields of conversations: reasoning_content of 9, tools of 9, tool_calls of 1"
+    assert any(told in line for line in lines)
+    assert json.loads((shards.path / "report" / "report.json").read_text())["hidden"] == shards.report["hidden"]
+
+
 def records() -> list[dict[str, Any]]:
     """Twenty conversations in three formats, one of them twice, one without an answer, one too long, one broken."""
     made: list[dict[str, Any]] = []
@@ -410,6 +616,17 @@ def test_a_corpus_of_conversations(make_config: Any, tmp_path: Path) -> None:
     # all weight is on answers, in both splits
     assert shards.train.weighted
     assert shards.valid.weighted
+
+
+def test_the_loss_of_a_corpus_is_on_turns_with_a_weight(make_config: Any, tmp_path: Path) -> None:
+    rows = [{"messages": [*answers(weight=0)[:3], {"role": "assistant", "content": f"A{n}"}]} for n in range(20)]
+    rows += [{"messages": answers(weight=0)[:2]}, {"messages": QUESTION, "weight": 0}, {"messages": answers(weight=3)}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shards = prepare(chat_config(make_config, [str(tmp_path)]), say=lambda line: None)
+    assert sorted(documents_of(shards).values()) == sorted(f"A{n}<|im_end|>" for n in range(20))
+    assert (shards.report["filtered"], shards.report["bad_records"]) == ({"no_trained_turn": 2}, 1)
+    report = json.loads((shards.path / "report" / "report.json").read_text())
+    assert sum(rule["documents"] for rule in report["rules"]) + 20 == report["records"] == 23
 
 
 def test_parquet_gives_the_same_shards(make_config: Any, tmp_path: Path) -> None:

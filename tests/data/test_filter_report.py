@@ -328,6 +328,7 @@ def test_texts_of_strangers_stay_texts(texts: list[str]) -> None:
         "languages": dict.fromkeys(texts, amount),
         "domains": dict.fromkeys(texts, amount),
         "pii": dict.fromkeys(texts, 1),
+        "hidden": dict.fromkeys(texts, 1),
         "bad_records": {"count": 9, "shown": texts},
         "encoder": texts[0],
         "stages": [

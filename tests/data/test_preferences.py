@@ -129,8 +129,9 @@ def test_other_names_of_the_fields() -> None:
 
 @pytest.fixture
 def pairs(make_config: Any, tmp_path: Path) -> ShardSet:
-    """Thirty pairs, one whose answers are the same, and one that no row can hold."""
+    """Thirty pairs, one of weight 0, one whose answers are the same, and one that no row can hold."""
     lines = [{"prompt": f"Q {number}", "chosen": f"yes {number}", "rejected": "no"} for number in range(30)]
+    lines += [{"prompt": "Q", "chosen": "x", "rejected": "z", "weight": 0}]
     lines += [{"prompt": "Q", "chosen": "x", "rejected": "x"}, {"prompt": "Q", "chosen": "x " * 400, "rejected": "y"}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     source = {"kind": "preferences", "paths": [str(tmp_path / "pairs.jsonl")], "template": "chatml"}
@@ -139,10 +140,10 @@ def pairs(make_config: Any, tmp_path: Path) -> ShardSet:
 
 
 def test_pairs_that_cannot_be_trained_on_are_dropped_and_counted(pairs: ShardSet) -> None:
-    assert pairs.report["filtered"] == {"equal_answers": 1, "longer_than_row": 1}
+    assert pairs.report["filtered"] == {"equal_answers": 1, "longer_than_row": 1, "no_trained_turn": 1}
     assert pairs.train.documents + pairs.valid.documents == 60
     report = json.loads((pairs.path / "report" / "report.json").read_text())
-    assert sum(rule["documents"] for rule in report["rules"]) == 2
+    assert sum(rule["documents"] for rule in report["rules"]) == 3
     assert all(rule["description"] != "No rule of this name is configured." for rule in report["rules"])
 
 

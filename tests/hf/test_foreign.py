@@ -237,6 +237,19 @@ def lacks_a_tensor(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def not_a_number(folder: Path) -> None:
+    """In one row of the embedding, whose token may be rare."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][299, 3] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def own_head(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def cut_off(folder: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -261,6 +274,8 @@ def list_of_nothing(folder: Path) -> None:
         (index_without_metadata, 'lacks what transformers reads: add the key "metadata": {}', 2),
         (wider, "and config.json describes one with [", 2),
         (lacks_a_tensor, "lacks 1 tensors of its architecture, the first is model.norm.weight", 2),
+        (not_a_number, "tensors with values that are NaN or infinite, the first is model.embed_tokens.weight", 2),
+        (own_head, "is not the embedding, and config.json says that it is (tie_word_embeddings: true)", 2),
         (cut_off, "is not a whole safetensors file", 2),
         (list_of_nothing, "config.json is not a JSON object: it does not describe a model", 2),
         (smaller_vocabulary, "has 300 ids, more than the 280 of the model", 7),

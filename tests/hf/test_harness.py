@@ -210,6 +210,44 @@ def test_batches_do_not_change_the_answers(export: Path, llama: Path) -> None:
         assert one.loglikelihood_rolling(texts) == pytest.approx(four.loglikelihood_rolling(texts), rel=1e-6)
 
 
+@pytest.mark.parametrize("folder_name", ["llama", "begins"])
+def test_a_token_over_the_border_belongs_to_the_answer(folder_name: str, request: pytest.FixtureRequest) -> None:
+    """Every cut of a text: the ids are those of the whole text, and nothing of the answer is left unscored.
+
+    Where no token is over the border, they are those of lm-eval's own class, which cannot score the others.
+    """
+    path = request.getfixturevalue(folder_name)
+    model, judge, crossed = ours(path, batch_size=1)._model, theirs(path), 0
+    for text in (DOCUMENTS[0], "return x", "x  + 1"):
+        whole = model.tokenizer.encode(text)
+        for cut in range(1, len(text)):
+            context, answer = model.pair(text[:cut], text[cut:])
+            first = [model.first_id] if folder_name == "begins" or len(answer) == len(whole) else []
+            assert [*context, *answer] == [*first, *whole]
+            assert model.tokenizer.decode(answer).endswith(text[cut:])
+            one_less = model.tokenizer.decode(answer[1:])
+            assert len(one_less) < len(text) - len(text[:cut].rstrip())
+            theirs_pair = judge._encode_pair(text[:cut], text[cut:])
+            if model.tokenizer.encode(text[:cut].rstrip()) == whole[: len(whole) - len(answer)] and context != first:
+                assert (context, answer) == theirs_pair
+            else:
+                crossed += 1
+    assert crossed > 3
+
+
+def test_a_task_whose_answers_join_the_question(export: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"q": "def f(x):\n    ret", "c": ["urn", "ain"], "a": 0}, {"q": "pri", "c": ["nt(", "or"], "a": 0}]
+    write_task(
+        folder / "joined", "toy_joined", output_type="multiple_choice", doc_to_text="{{q}}", doc_to_target="{{a}}"
+    )
+    (folder / "joined" / "toy_joined.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = json.loads((folder / "joined" / "toy_joined.yaml").read_text())
+    task |= {"target_delimiter": "", "doc_to_choice": "{{c}}"}
+    (folder / "joined" / "toy_joined.yaml").write_text(json.dumps(task))
+    found = evaluated(capsys, export, "toy_joined", "--include", str(folder / "joined"))
+    assert found["toy_joined", "acc"]["documents"] == 2
+
+
 def test_held_out_text_as_cdrmix_eval(export: Path, shards: ShardSet, capsys: pytest.CaptureFixture[str]) -> None:
     """Documents shorter than a row are one window for both; lm-eval does not predict the end-of-text token."""
     valid = shards.valid

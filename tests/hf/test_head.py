@@ -177,5 +177,5 @@ def test_logits_that_are_not_numbers_are_refused() -> None:
         return output
 
     model.forward = spoiled
-    with pytest.raises(ConfigError, match="output head of llama"):
+    with pytest.raises(ConfigError, match="the logits of llama are NaN or infinite"):
         probe_head(model)

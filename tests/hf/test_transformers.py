@@ -88,6 +88,37 @@ def test_greedy_texts_and_beams_are_those_of_cdrmix(exported: Exported, kind: st
     assert kept == again == without_padding(beams[0], batch.attention_mask[0], len(kept))
 
 
+def test_arguments_of_generate_and_forward_are_those_of_a_llama(exported: Exported) -> None:
+    """Stop strings with a tokenizer, positions that count the tokens, and a sentence for what is not possible."""
+    folder = exported("attention")
+    model, tokenizer = opened(folder), AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    whole = model.generate(**batch, **options)
+    alone = tokenizer(PROMPTS[0], return_tensors="pt")
+    text = tokenizer.decode(model.generate(**alone, **options)[0])
+    stop = text[-4:-2]
+    found = tokenizer.decode(model.generate(**alone, **options, stop_strings=[stop], tokenizer=tokenizer)[0])
+    assert text.startswith(found)
+    assert stop in found[len("<|endoftext|>") :]
+    assert len(found) < len(text)
+    with pytest.raises(ValueError, match="could not locate a tokenizer"):
+        model.generate(**batch, **options, stop_strings=[stop])
+    with pytest.raises(ValueError, match="not used by the model: \\['max_new_token'\\]"):
+        model.generate(**batch, max_new_token=3)
+    positions = (batch.attention_mask.cumsum(1) - 1).clamp(min=0)
+    assert torch.equal(model.generate(**batch, **options, position_ids=positions), whole)
+    logits = model(**batch).logits
+    assert torch.equal(model(**batch, position_ids=positions).logits, logits)
+    ids = batch.input_ids[:1, -3:]
+    for wrong in (torch.tensor([[0, 1, 0]]), torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1]])):
+        with pytest.raises(ValueError, match="position_ids must count the tokens of each row from 0"):
+            model(ids, position_ids=wrong)
+    for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
+        with pytest.raises(ValueError, match="a cdrmix model has logits only"):
+            model(ids, **{name: True})
+
+
 def test_generation_without_a_cache_reads_padded_rows_whole(exported: Exported) -> None:
     folder = exported("hybrid")
     model, batch = opened(folder), AutoTokenizer.from_pretrained(folder)(PROMPTS, return_tensors="pt", padding=True)

@@ -25,6 +25,7 @@ from typing import NamedTuple, Self
 from cdrmix.config import schema_data as schema
 from cdrmix.data.chat import template
 from cdrmix.data.chat.template import GENERATION_BEGIN, GENERATION_END
+from cdrmix.data.chat.visibility import hidden_parts, shows_nothing
 from cdrmix.data.objectives import special_tokens
 from cdrmix.data.sources.base import BadRecord
 from cdrmix.data.sources.conversations import Conversation, Pair
@@ -32,6 +33,7 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 
 Span = tuple[int, int]
+RULES = 2  # increased when a conversation gives another text or loss. 2: weights of turns, arguments that are JSON
 
 # Around the name of a special token in the contents. Normalised text does not have these characters.
 TEXT_BEGIN, TEXT_END = "\ufffe", "\uffff"
@@ -102,7 +104,7 @@ class Renderer:
     train_on: str
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The text of a conversation with at least one assistant turn.
+        """The text of a conversation with at least one turn to train on (`Conversation.trained_turns`).
 
         Raises BadRecord if the template refuses it, ConfigError if the template cannot be masked.
         """
@@ -110,17 +112,17 @@ class Renderer:
         whole = self._unmarked(marked)
         if marked != conversation and self._unmarked(conversation).text != whole.text:
             raise BadRecord("the chat template treats names of special tokens in the contents differently from text")
-        turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        assert turns, "a conversation without an assistant turn is dropped before"
+        assistant = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        turns = conversation.trained_turns(self.train_on)
+        assert turns, "a conversation without a turn to train on is dropped before"
         if self.train_on == "all":
             return Rendered(whole.text, whole.special, ((0, len(whole.text)),), 0)
-        last = slice(-1, None) if self.train_on == "last" else slice(None)
         if self.has_generation_blocks:
-            spans = [*whole.generated][last]
+            spans = self._blocks(marked, assistant, turns, whole)
             prompt = whole.generated[0][0] if whole.generated else 0
         else:
-            spans = [self._turn(marked, index, whole) for index in turns[last]]
-            prompt = len(self._prompt(marked, turns[0]))
+            spans = [self._turn(marked, index, whole) for index in turns]
+            prompt = spans[0][0] if turns[0] == assistant[0] else len(self._prompt(marked, assistant[0]))
         chosen = tuple(span for span in spans if span[0] < span[1])
         if not chosen:
             raise ConfigError(
@@ -145,6 +147,24 @@ class Renderer:
             shift,
         )
 
+    def hidden_fields(self, conversation: Conversation | Pair, rendered: Rendered) -> set[str]:
+        """The names of the fields of turns, and `tools`, that the template does not write, or only in part.
+
+        rendered: the result for the conversation. Raises BadRecord for a turn to train on of which nothing is written.
+        """
+        if isinstance(conversation, Pair):
+            pair = zip((conversation.chosen, conversation.rejected), rendered.documents(), strict=True)
+            return set().union(*(self.hidden_fields(*each) for each in pair))
+        hidden = hidden_parts(conversation, rendered.text, lambda changed: self._unmarked(changed).text)
+        for turn in conversation.trained_turns(self.train_on):
+            if shows_nothing(turn, conversation, hidden):
+                names = dict.fromkeys(part.name for part in hidden if part.turn == turn)
+                raise BadRecord(
+                    f"the chat template writes nothing of turn {turn + 1} ({', '.join(names)}), which is to be trained "
+                    "on; use a template that writes it, or give the turn the weight 0"
+                )
+        return {part.name for part in hidden}
+
     def probe(self) -> None:
         """Raises ConfigError if the template cannot render and mask a question with its answer."""
         try:
@@ -164,10 +184,13 @@ class Renderer:
 
     def identity(self) -> list[object]:
         """JSON values that determine the result for a conversation."""
-        return [value for name, value in dataclasses.asdict(self).items() if name != "key"]
+        return [RULES, *(value for name, value in dataclasses.asdict(self).items() if name != "key")]
 
     def _unmarked(self, conversation: Conversation, *, prompt: bool = False) -> Unmarked:
-        raw = template.render(self.source, conversation, dict(self.variables), self.date, prompt=prompt)
+        try:
+            raw = template.render(self.source, conversation, dict(self.variables), self.date, prompt=prompt)
+        except ConfigError as error:
+            raise ConfigError(f"{self.key}.{error}") from error
         pieces: list[str] = []
         special: list[Span] = []
         borders: list[int] = []
@@ -195,6 +218,24 @@ class Renderer:
             if turn:
                 raise
             return ""  # many templates refuse a conversation without messages
+
+    def _blocks(self, marked: Conversation, assistant: list[int], turns: list[int], whole: Unmarked) -> list[Span]:
+        """The {% generation %} blocks of some of the assistant turns. A turn may have several, or none.
+
+        assistant: the indices of all assistant turns. turns: those of which the blocks are wanted.
+        """
+        if turns == assistant:
+            return [*whole.generated]
+        following = assistant[assistant.index(turns[0]) :]
+        borders = [self._blocks_before(marked, turn) for turn in following] + [len(whole.generated)]
+        if borders != sorted(borders):
+            raise BadRecord("the chat template writes other {% generation %} blocks of a turn when turns follow")
+        of_turns = dict(zip(following, pairwise(borders), strict=True))
+        return [span for turn in turns for span in whole.generated[slice(*of_turns[turn])]]
+
+    def _blocks_before(self, marked: Conversation, turn: int) -> int:
+        before = dataclasses.replace(marked, messages=marked.messages[:turn])
+        return len(self._unmarked(before, prompt=True).generated) if turn else 0
 
     def _turn(self, marked: Conversation, turn: int, whole: Unmarked) -> Span:
         """The trained span of the assistant turn with this index, by the difference of two prefixes."""

@@ -1,6 +1,6 @@
 """Chat templates: Jinja2 in a sandbox, with the settings and functions that transformers gives a template.
 
-A template is data of others. The sandbox lets it read the messages and nothing else.
+A template is data of others. The sandbox lets it read the messages and nothing else, and bounds its work.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_items
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from cdrmix.data.chat.sandbox import Sandbox, TooMuchWork, bounded
 from cdrmix.data.sources.base import BadRecord
-from cdrmix.data.sources.conversations import Conversation
+from cdrmix.data.sources.conversations import UNTRAINED, Conversation
 from cdrmix.errors import ConfigError
 
 CHATML = """\
@@ -35,6 +36,8 @@ SPECIAL_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>")}
 
 # Around the output of a {% generation %} block. Normalised text has no control characters.
 GENERATION_BEGIN, GENERATION_END = "\x02", "\x03"
+MESSAGE = 300  # characters of the message of a template that are shown
+SOURCE = 1 << 20  # characters that a template has at most; the longest of public models have 0.02 of it
 # What code of a template can raise on messages that it was not written for.
 FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -59,35 +62,83 @@ def render(source: str, conversation: Conversation, variables: Mapping[str, str]
 
     source: of the template. variables: bos_token, eos_token and others. date: YEAR-MONTH-DAY, for `strftime_now`.
     prompt: whether the text ends with the beginning of an assistant turn (`add_generation_prompt`).
-    Raises BadRecord if the template refuses the conversation.
+    Raises BadRecord if the template refuses the conversation, ConfigError if its work has no end.
     """
     template = compiled(source, date)
+    messages = [_message(message) for message in conversation.messages]
+    tools = None if conversation.tools is None else [_with_json(tool, "parameters") for tool in conversation.tools]
     try:
-        return template.render(
-            messages=conversation.messages,
-            tools=conversation.tools,
-            documents=None,
-            add_generation_prompt=prompt,
-            **variables,
-        )
+        with bounded((messages, tools)):
+            return template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **variables
+            )
+    except TooMuchWork:
+        raise ConfigError(
+            "template: the chat template was stopped, because its loops or texts have no end, or are far longer than "
+            "the conversation needs; use another template, from people whom you trust"
+        ) from None
     except FAILURES as error:
-        raise BadRecord(f"the chat template refuses the conversation: {error}") from error
+        raise BadRecord(f"the chat template refuses the conversation: {str(error)[:MESSAGE]}") from error
+
+
+class JsonText(str):
+    """A text that is a JSON object, such as the arguments of a call in the OpenAI format.
+
+    To a template it is a text. Only `tojson`, which would encode it twice, and `items` take it as the object.
+    """
+
+    __slots__ = ()
+
+    def items(self) -> Any:
+        """As of the object, for templates that write one argument after another."""
+        return json.loads(self).items()
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What a template gets of a message."""
+    given = {key: value for key, value in message.items() if key != UNTRAINED}
+    if isinstance(given.get("tool_calls"), list):
+        given["tool_calls"] = [_with_json(call, "arguments") for call in given["tool_calls"]]
+    if "function_call" in given:
+        given["function_call"] = _with_json(given["function_call"], "arguments")
+    return given
+
+
+def _with_json(value: Any, name: str) -> Any:
+    """A call or tool whose field with this name is a JsonText if it is the text of a JSON object."""
+    if not isinstance(value, dict):
+        return value
+    changed = {"function": _with_json(value["function"], name)} if isinstance(value.get("function"), dict) else {}
+    if isinstance(text := value.get(name), str) and _object(text) is not None:
+        changed[name] = JsonText(text)
+    return {**value, **changed}
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 @lru_cache(maxsize=16)
 def compiled(source: str, date: str) -> jinja2.Template:
     """The template. date: YEAR-MONTH-DAY. Raises ConfigError if `source` is not one."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    if len(source) > SOURCE:
+        raise ConfigError(f"template: the chat template has {len(source):,} characters; allowed are {SOURCE:,}")
+    environment = Sandbox([Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
+    environment.filters["items"] = _items
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
     try:
-        return environment.from_string(source)
+        return environment.counting(source)
     except jinja2.TemplateSyntaxError as error:
         where = f"template: line {error.lineno} of the chat template"
-        raise ConfigError(f"{where} is not Jinja2: {error.message}") from error
+        raise ConfigError(f"{where} is not Jinja2: {str(error.message)[:MESSAGE]}") from error
+    except (jinja2.TemplateError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"template: the chat template cannot be compiled: {str(error)[:MESSAGE]}") from error
 
 
 def _to_json(
@@ -97,8 +148,24 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the escapes for HTML that Jinja2's own filter writes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """JSON without the escapes for HTML that Jinja2's own filter writes. A JsonText is written as its object."""
+    return json.dumps(
+        _parsed(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _items(value: Any) -> Any:
+    """The filter `items` of Jinja2, also of a JsonText."""
+    return value.items() if isinstance(value, JsonText) else do_items(value)
+
+
+def _parsed(value: Any) -> Any:
+    """The value with the object of every JsonText in it."""
+    if isinstance(value, JsonText):
+        return _object(value)
+    if isinstance(value, list | tuple):
+        return [*map(_parsed, value)]
+    return {key: _parsed(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _refuse(message: str) -> None:

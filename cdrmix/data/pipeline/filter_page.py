@@ -61,6 +61,7 @@ def filter_page(content: Mapping[str, Any], configuration: str) -> str:
         _shares("Languages, by bytes", content["languages"], "bytes"),
         _shares("Domains, by tokens", content["domains"], "tokens"),
         _counts("Personal data and secrets: placeholders", content["pii"]),
+        _counts("Fields that the chat template does not write: conversations", content["hidden"]),
         _stages(content),
         "<h2>Configuration</h2><details><summary>Every key, resolved</summary>"
         f"<pre>{shown(configuration)}</pre></details>",

@@ -18,6 +18,7 @@ report.json is one object. An amount is {"documents", "bytes"}. Bytes are of UTF
     languages        code -> amount and share of the bytes, of the documents that passed the filters
     domains          name -> documents, tokens, rows, share of its tokens, in both splits
     pii              kind -> number of placeholders
+    hidden           field -> number of conversations of which the chat template does not write this field
     bad_records      count, and shown: the first messages
     encoder          the package that tokenised, its version, and why it is not fastokens
     stages           a list in order: name, seconds, cpu_seconds of all processes, bytes (of text),
@@ -39,7 +40,7 @@ from cdrmix.data.cleaning.filters import FilterChain
 from cdrmix.data.cleaning.rules import RULES
 from cdrmix.data.pipeline.encoding import LONGER_THAN_ROW
 from cdrmix.data.pipeline.filter_page import filter_page
-from cdrmix.data.pipeline.reading import EQUAL_ANSWERS, NO_ASSISTANT_TURN
+from cdrmix.data.pipeline.reading import EQUAL_ANSWERS, NO_ASSISTANT_TURN, NO_TRAINED_TURN
 from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample
 from cdrmix.data.shards import Stratum, open_shards
 from cdrmix.data.sources.base import BAD_RECORDS_SHOWN
@@ -88,7 +89,13 @@ def gather(
     read = stats.read
     rules = [*_rules(config)]
     names = {rule["name"] for rule in rules}
-    reading_rules = {"empty", NO_ASSISTANT_TURN, EQUAL_ANSWERS, *(rule["name"] for rule in rules if rule["bounds"])}
+    reading_rules = {
+        "empty",
+        NO_ASSISTANT_TURN,
+        NO_TRAINED_TURN,
+        EQUAL_ANSWERS,
+        *(rule["name"] for rule in rules if rule["bounds"]),
+    }
     # Rules that are not configured are listed at the end, so that the sum is complete.
     rules += [_rule(name, UNKNOWN) for name in sorted(stats.filtered.keys() - names)]
     taken = sum(amount.bytes for name, amount in stats.filtered.items() if name in reading_rules)
@@ -125,6 +132,7 @@ def gather(
         "languages": {name: {**vars(amount), "share": _share(amount.bytes, of_languages)} for name, amount in by_bytes},
         "domains": _domains(strata),
         "pii": dict(sorted(stats.pii.items())),
+        "hidden": dict(sorted(stats.hidden.items())),
         "bad_records": {"count": stats.bad, "shown": stats.bad_shown[:BAD_RECORDS_SHOWN]},
         "encoder": encoder,
         "stages": [
@@ -153,6 +161,7 @@ def _rules(config: Config) -> Iterator[dict[str, Any]]:
     yield _rule("empty", EMPTY)
     if config.data.has_conversations():
         yield _rule(NO_ASSISTANT_TURN, "The conversation has no turn of the assistant.")
+        yield _rule(NO_TRAINED_TURN, "The turns to train on have the weight 0 (see docs/finetuning.md).")
     if config.data.has_pairs():
         yield _rule(EQUAL_ANSWERS, "The chosen and the rejected answer are the same.")
     bounds: dict[str, dict[str, float | None]] = {}

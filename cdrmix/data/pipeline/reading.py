@@ -46,6 +46,7 @@ from cdrmix.errors import ConfigError
 
 UNIT_RECORDS = 50_000
 NO_ASSISTANT_TURN = "no_assistant_turn"  # the rule, in the report, that filters conversations without one
+NO_TRAINED_TURN = "no_trained_turn"  # the same for those whose turns to train on have the weight 0
 EQUAL_ANSWERS = "equal_answers"  # the same for pairs whose answers are the same
 META_CHARACTERS = 4096  # of one metadata field; longer fields, such as the page of a text, are left out
 META_DEPTH = 100  # of lists and mappings in a metadata field; deeper fields are left out
@@ -255,7 +256,7 @@ def _conversation(
 
     conversation = from_json(text).mapped(clean)
     contents = conversation.contents()
-    reason = _unusable(conversation)
+    reason = _unusable(conversation, renderer.train_on)
     if reason:
         size = utf8_size(contents)
         stats.read.add(size)
@@ -266,17 +267,23 @@ def _conversation(
             rendered = renderer.render_pair(conversation)
         else:
             rendered = renderer.render(conversation)
+        stats.count_hidden(renderer.hidden_fields(conversation, rendered))
     except ConfigError as error:
         raise ConfigError(f"{error} ({where})") from error
     stats.read.add(utf8_size(rendered.text))
     yield Parsed(where, rendered.text, metadata, contents, rendered.marks(), rendered.text[: rendered.prompt])
 
 
-def _unusable(conversation: Conversation | Pair) -> str:
+def _unusable(conversation: Conversation | Pair, train_on: str) -> str:
     """The rule that filters a conversation before it is rendered; empty: none."""
     if isinstance(conversation, Pair):
-        return EQUAL_ANSWERS if conversation.chosen == conversation.rejected else ""
-    return "" if any(message["role"] == "assistant" for message in conversation.messages) else NO_ASSISTANT_TURN
+        if conversation.chosen == conversation.rejected:
+            return EQUAL_ANSWERS
+        both = (conversation.chosen, conversation.rejected)
+        return "" if all(one.trained_turns(train_on) for one in both) else NO_TRAINED_TURN
+    if all(message["role"] != "assistant" for message in conversation.messages):
+        return NO_ASSISTANT_TURN
+    return "" if conversation.trained_turns(train_on) else NO_TRAINED_TURN
 
 
 def add_row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class PipelineStats:
     filtered: dict[str, Filtered] = field(default_factory=dict)
     languages: dict[str, Amount] = field(default_factory=dict)
     pii: dict[str, int] = field(default_factory=dict)  # kind -> placeholders written
+    hidden: dict[str, int] = field(default_factory=dict)  # field -> conversations whose template does not write it
     metadata_bytes: int = 0  # of the kept documents, without their texts
     bad: int = 0
     bad_shown: list[str] = field(default_factory=list)
@@ -74,6 +75,11 @@ class PipelineStats:
         for kind, count in pii.items():
             self.pii[kind] = self.pii.get(kind, 0) + count
 
+    def count_hidden(self, fields: Iterable[str]) -> None:
+        """Add a conversation of which the chat template does not write these fields."""
+        for name in fields:
+            self.hidden[name] = self.hidden.get(name, 0) + 1
+
     def merge(self, other: PipelineStats) -> None:
         """Add another stats to this one."""
         for mine, theirs in ((self.read, other.read), (self.kept, other.kept)):
@@ -85,6 +91,8 @@ class PipelineStats:
         for language, amount in other.languages.items():
             self.languages.setdefault(language, Amount()).add(amount.bytes, amount.documents)
         self.found(other.pii)
+        for name, count in other.hidden.items():
+            self.hidden[name] = self.hidden.get(name, 0) + count
         self.metadata_bytes += other.metadata_bytes
         self.bad += other.bad
         self.bad_shown = [*self.bad_shown, *other.bad_shown][:BAD_SHOWN]
@@ -108,6 +116,7 @@ class PipelineStats:
             },
             languages={language: Amount(**amount) for language, amount in data["languages"].items()},
             pii=data["pii"],
+            hidden=data.get("hidden", {}),  # an interrupted preparation of an earlier version has none
             metadata_bytes=data["metadata_bytes"],
             bad=data["bad"],
             bad_shown=data["bad_shown"],

@@ -8,7 +8,8 @@
                    begin with the prompt; without a prompt they are whole conversations, as messages or as
                    "\\n\\nHuman: ...\\n\\nAssistant: ..."
 
-Other fields of a message, such as tool_calls, are kept for the template.
+Other fields of a message, such as tool_calls, are kept for the template. Fields that say what is trained on become
+the field UNTRAINED of the turns without a loss.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cdrmix.config import schema_data as schema
+from cdrmix.data.sources import training_fields
 from cdrmix.data.sources.base import BadRecord, Metadata
 
 Message = dict[str, Any]
@@ -32,6 +34,7 @@ ROLES = {
 DIALOGUE = re.compile(r"\s*(Human|User):")  # the beginning of a dialogue in one text
 ALPACA = ("instruction", "input", "output", "history")  # fields of this format
 MAX_DEPTH = 100  # of lists and objects in a turn, far from the depth that Python can follow
+UNTRAINED = "untrained"  # field of a turn of the assistant, true: no loss is on it. No template gets it
 LISTS = ("messages", "conversations")  # names of the field with the turns, in the order in which they are looked for
 
 
@@ -56,6 +59,11 @@ class Conversation:
             for message in self.messages
         ]
         return Conversation(messages, _mapped(self.tools, change))
+
+    def trained_turns(self, which: str) -> list[int]:
+        """The indices of the turns that are trained on. which: `data.source.train_on`; with all, the assistant's."""
+        turns = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return [turn for turn in turns[-1 if which == "last" else 0 :] if not self.messages[turn].get(UNTRAINED)]
 
     def contents(self) -> str:
         """The contents of all turns, separated by empty lines: the text without the template."""
@@ -104,8 +112,9 @@ def pair_of(record: Any, section: schema.PreferencesSource) -> tuple[Pair, Metad
     given = rest.pop(section.prompt_field, None)
     texts = _without_prompt(given, [rest.pop(name) for name in names])
     system, tools = rest.pop("system", None), _tools(rest.pop("tools", None))
-    prompt = _messages(_turns(given, "user"), section) if given else []
-    answers = [_messages(_turns(text, "assistant"), section, len(prompt) + 1) for text in texts]
+    trained = training_fields.of_record(rest, _roles(section))
+    prompt = _messages(_turns(given, "user"), section, trained) if given else []
+    answers = [_messages(_turns(text, "assistant"), section, trained, len(prompt) + 1) for text in texts]
     if not all(messages and messages[-1]["role"] == "assistant" for messages in answers):
         raise BadRecord("its chosen or rejected conversation does not end with a turn of the assistant")
     whole = [_joined_turns(prompt, messages, section.prompt_field) for messages in answers]
@@ -191,7 +200,8 @@ def conversation_of(record: Any, section: schema.ChatSource) -> tuple[Conversati
         turns = rest.pop(name)
     system = rest.pop("system", None)
     tools = _tools(rest.pop("tools", None))
-    return Conversation(messages_of(turns, section, system), tools), rest
+    trained = training_fields.of_record(rest, _roles(section))
+    return Conversation(messages_of(turns, section, system, trained), tools), rest
 
 
 def checked_record(record: Any) -> dict[str, Any]:
@@ -201,20 +211,25 @@ def checked_record(record: Any) -> dict[str, Any]:
     return record
 
 
-def messages_of(turns: Any, section: schema.Turns, system: Any = None) -> list[Message]:
+def messages_of(turns: Any, section: schema.Turns, system: Any = None, trained: bool | None = None) -> list[Message]:
     """The messages of a list of turns, in either notation, with the system prompt if there is none among them.
 
-    system: of the record; without one, section.system. Raises BadRecord for a turn that is not one.
+    system: of the record; without one, section.system. trained: whether the record says that it is trained on.
+    Raises BadRecord for a turn that is not one.
     """
-    return _with_system(_messages(turns, section), section, system)
+    return _with_system(_messages(turns, section, trained), section, system)
 
 
-def _messages(turns: Any, section: schema.Turns, first: int = 1) -> list[Message]:
-    """The messages of a list of turns. first: number of the first one, for messages of errors."""
+def _messages(turns: Any, section: schema.Turns, trained: bool | None, first: int = 1) -> list[Message]:
+    """The messages of a list of turns. trained: whether the record says that it is trained on. first: number of the
+    first turn, for messages of errors."""
     if not isinstance(turns, list):
         raise BadRecord(f"its turns are {_kind(turns)}, not a list")
-    roles = {**ROLES, **section.roles}
-    return [_message(turn, number, roles) for number, turn in enumerate(turns, first)]
+    roles = _roles(section)
+    messages = [_message(turn, number, roles) for number, turn in enumerate(turns, first)]
+    for number, message in enumerate(messages, first):
+        _settle_training(message, number, section, trained)
+    return messages
 
 
 def _with_system(messages: list[Message], section: schema.Turns, system: Any) -> list[Message]:
@@ -256,6 +271,10 @@ def _alpaca(record: dict[str, Any]) -> list[Message]:
     return [*turns, {"role": "user", "content": user}, {"role": "assistant", "content": output}]
 
 
+def _roles(section: schema.Turns) -> dict[str, str]:
+    return {**ROLES, **section.roles}
+
+
 def _message(turn: Any, number: int, roles: Mapping[str, str]) -> Message:
     if not isinstance(turn, dict):
         raise BadRecord(f"turn {number} is {_kind(turn)}, not an object")
@@ -268,13 +287,33 @@ def _message(turn: Any, number: int, roles: Mapping[str, str]) -> Message:
         )
     content = message.pop("content", None)
     content = message.pop("value", None) if content is None else content
-    if content is None and message.get("tool_calls"):
-        content = ""
+    if message.get("tool_calls"):
+        message["tool_calls"] = _objects(message["tool_calls"], f"the field 'tool_calls' of turn {number}")
+        content = "" if content is None else content
     if isinstance(content, list):
         content = _joined(content, number)
     if not isinstance(content, str):
         raise BadRecord(f"the content of turn {number} is {_kind(content)}, not a string")
     return {"role": roles[role], "content": content, **message}
+
+
+def _settle_training(message: Message, number: int, section: schema.Turns, record: bool | None) -> None:
+    """Replaces the fields that say whether a turn is trained on by UNTRAINED. record: what the record says.
+
+    Raises BadRecord if they ask for what the configuration does not do.
+    """
+    turn = training_fields.taken_from_turn(message, number)
+    untrained = False in (turn, record)
+    everything = isinstance(section, schema.ChatSource) and section.train_on == "all"
+    if everything and untrained:
+        raise BadRecord(f"turn {number} is to have no loss, and train_on: all puts the loss on every token")
+    if message["role"] == "assistant":
+        message.update({UNTRAINED: True} if untrained else {})
+    elif turn and not everything:
+        raise BadRecord(
+            f"turn {number} of the role {message['role']} is to be trained on, but the loss is on turns of the "
+            "assistant; set the field to 0 there, or leave it out"
+        )
 
 
 def _joined(parts: Iterable[Any], number: int) -> str:
@@ -289,15 +328,35 @@ def _joined(parts: Iterable[Any], number: int) -> str:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    if isinstance(tools, str):  # a column of strings, as in data sets whose schemas differ
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise BadRecord(f"its field 'tools' is not JSON: {error}") from error
-    if tools is not None and not isinstance(tools, list):
-        raise BadRecord(f"its field 'tools' is {_kind(tools)}, not a list")
-    _check_depth(tools, "its field 'tools'")
-    return tools or None
+    found = None if tools is None else _objects(tools, "its field 'tools'") or None
+    _check_depth(found, "its field 'tools'")
+    return found
+
+
+def _objects(value: Any, what: str) -> list[Any]:
+    """A list of calls or tools. The list and its items may be JSON texts, as in data sets whose schemas differ."""
+    items = _parsed(value, what) if isinstance(value, str) else value
+    if items is None:
+        return []
+    if not isinstance(items, list):
+        raise BadRecord(f"{what} is {_kind(items)}, not a list")
+    return [_object(item, what) for item in items]
+
+
+def _object(item: Any, what: str) -> Any:
+    """A call or tool. It, or its field `function`, may be the JSON text of an object."""
+    if isinstance(item, str) and item.lstrip().startswith("{"):
+        return _parsed(item, what)
+    if isinstance(item, dict) and "function" in item:
+        return {**item, "function": _object(item["function"], what)}
+    return item
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text) if text.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"{what} is not JSON: {error}") from error
 
 
 def _check_depth(value: Any, where: str, left: int = MAX_DEPTH) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
+from cdrmix.model.decoding import check_finite
 from cdrmix.reason.agent.policy import objective_of
 from cdrmix.reason.episodes import Episodes, EpisodeSource
 from cdrmix.reason.heads import OPERATIONS
@@ -54,7 +55,9 @@ def answers_of(model: StageBModel, rollouts: Rollouts, answer_BA: Tensor) -> Ten
         for position in range(answer_BA.shape[1]):
             if position:
                 last_WD = rollouts.windows.hidden_after(model, different.tolist(), tokens_WA, read)[:, -1]
-            best_W = model.language_model.logits(last_WD).argmax(-1).cpu()
+            logits_WV = model.language_model.logits(last_WD)
+            check_finite(logits_WV)
+            best_W = logits_WV.argmax(-1).cpu()
             tokens_WA = torch.cat([tokens_WA, best_W[:, None]], 1)
     return tokens_WA[back_R]
 
