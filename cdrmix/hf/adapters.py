@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cdrmix.config.schema_huggingface import Lora
 from cdrmix.durable import sha256_file
 from cdrmix.errors import BaseModelError, CheckpointError, ConfigError
-from cdrmix.inference.checkpoints import state_dict_mismatch
+from cdrmix.inference.checkpoints import state_dict_mismatch, type_mismatch
 from cdrmix.model.causal import evaluation_mode
 
 ADAPTER = "default"  # peft's name of the only adapter of a model
@@ -53,13 +53,19 @@ def merge_adapters(model: Any, lora: Lora, weights: Mapping[str, Tensor], *, ori
 
     model: without adapters, with float32 or quantized weights, which are dequantized first: the adapters were trained
     with the values that quantized weights have. weights: of the adapters, as a checkpoint has them.
-    Raises CheckpointError, naming `origin`, if names or shapes do not match.
+    Raises CheckpointError, naming `origin`, if names, shapes or types do not match.
     """
     if getattr(model, "is_quantized", False):
         model = model.dequantize(dtype=torch.float32)
+    stored = max((size for tensor in weights.values() for size in tensor.shape), default=0)
+    if stored < lora.rank:  # before adapters of this rank are allocated
+        raise CheckpointError(
+            f"{origin} does not match the adapters of model.lora: no tensor in it has the rank, {lora.rank}, as a size"
+        )
     tuner = _insert(model, lora, None)
     adapters = trained_parameters(model)
-    problem = state_dict_mismatch(weights, {name: parameter.shape for name, parameter in adapters.items()})
+    shapes = {name: parameter.shape for name, parameter in adapters.items()}
+    problem = state_dict_mismatch(weights, shapes) or type_mismatch(weights, adapters)
     if problem is not None:
         raise CheckpointError(f"{origin} does not match the adapters of model.lora: it {problem}")
     with torch.no_grad():

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
@@ -21,9 +22,11 @@ from cdrmix.inference.checkpoints import (
     MANIFEST,
     has_average,
     list_checkpoints,
+    named_checkpoint,
     read_weights,
     state_dict_mismatch,
     step_of,
+    type_mismatch,
 )
 from cdrmix.inference.choice import SUMS as SUMS
 from cdrmix.inference.rwkv_files import check_model, is_weights_file, read_rwkv7
@@ -98,9 +101,12 @@ def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
 
 
 def pointed_checkpoint(path: Path) -> Path:
-    """The checkpoint that a file `latest` or `best` in checkpoints/ names; another path as it is."""
+    """The checkpoint that a file `latest` or `best` in checkpoints/ names; another path as it is.
+
+    Raises CheckpointError if it names none.
+    """
     if path.name in ("latest", "best") and path.is_file():
-        return path.with_name(path.read_text(encoding="utf-8").strip())
+        return named_checkpoint(path)
     return path
 
 
@@ -215,17 +221,39 @@ def build(config: Config, weights: Mapping[str, Tensor], *, origin: Path) -> tup
     """A LanguageModel with the given weights, in evaluation mode, and the weights of the heads of stage B.
 
     The model has fast weights if the given weights include them; after stage A they do not.
-    Raises CheckpointError, naming `origin`, if names or shapes do not match the configuration.
+    Raises CheckpointError, naming `origin`, if names, shapes or types do not match the configuration. It is raised
+    before memory of the sizes of the configuration is allocated: both may come from elsewhere.
     """
     heads = {name: tensor for name, tensor in weights.items() if name.split(".")[0] in HEADS}
     weights = {name: tensor for name, tensor in weights.items() if name not in heads}
     plastic = any(".plastic." in name for name in weights)
-    model = LanguageModel(config.cdrmix_model, reasoning=config.reasoning if plastic else None)
-    problem = state_dict_mismatch(weights, {name: tensor.shape for name, tensor in model.state_dict().items()})
-    if problem is not None:
+    make = partial(LanguageModel, config.cdrmix_model, reasoning=config.reasoning if plastic else None)
+    blocks = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    if blocks < config.cdrmix_model.layers:  # else making the model takes as long as the configuration says
+        problem: str | None = f"has {blocks} blocks; model.layers is {config.cdrmix_model.layers}"
+    else:
+        problem = mismatch(make, weights)
+    if problem:
         raise CheckpointError(f"{origin} does not match the configuration: it {problem}")
+    model = make()
     model.load_state_dict(weights)
     return model.eval().requires_grad_(False), heads
+
+
+def mismatch(make: Callable[[], nn.Module], weights: Mapping[str, Tensor], heads: Container[str] = ()) -> str | None:
+    """Describes the first mismatch of names, shapes and types between weights and a model; None if they match.
+
+    make: makes the model; it is called on the meta device, so that it takes no memory. heads: compare only tensors
+    whose names begin with one of these.
+    """
+    try:
+        with torch.device("meta"):
+            state = make().state_dict()
+    except (RuntimeError, TypeError, OverflowError) as error:  # what PyTorch raises for a size of more than 64 bits
+        return f"cannot have the sizes that are written there: {str(error).splitlines()[0]}"
+    wanted = {name: tensor for name, tensor in state.items() if not heads or name.split(".")[0] in heads}
+    shapes = {name: tensor.shape for name, tensor in wanted.items()}
+    return state_dict_mismatch(weights, shapes) or type_mismatch(weights, wanted)
 
 
 def load_exported(path: str | Path) -> Loaded:

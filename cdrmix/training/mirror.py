@@ -27,9 +27,9 @@ from typing import Any
 
 from cdrmix.durable import is_disk_full, sha256_file, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError
-from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, read_manifest
+from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, pointed, read_manifest
 from cdrmix.run_folder import RunFolder
-from cdrmix.training.retention import BEST, Rules, pointed, reasons_to_keep
+from cdrmix.training.retention import BEST, Rules, reasons_to_keep
 
 ABOUT = "mirror.json"
 ID = "mirror_id"  # key of metrics.json: names the run, wherever its folder is

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from cdrmix.config.schema import Train
 from cdrmix.errors import CheckpointError
-from cdrmix.inference.checkpoints import list_checkpoints, read_manifest, step_of
+from cdrmix.inference.checkpoints import list_checkpoints, pointed, read_manifest, step_of
 
 LAST, BEST, EVERY = "last", "best", "every"  # reasons to keep a checkpoint
 LATEST = "latest"  # like BEST a pointer file
@@ -59,15 +59,6 @@ def prune(folder: Path, rules: Rules, current: Path, busy: Collection[Path] = ()
     for checkpoint, reasons in reasons_to_keep(folder, rules, current).items():
         if not reasons and checkpoint not in busy:
             shutil.rmtree(set_aside(checkpoint), ignore_errors=True)
-
-
-def pointed(folder: Path, name: str) -> Path | None:
-    """The checkpoint that the pointer file `folder`/`name` (latest, best) names. None: there is no such file."""
-    try:
-        target = (folder / name).read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, UnicodeDecodeError):
-        return None
-    return folder / Path(target).name if target else None
 
 
 def is_periodic(checkpoint: Path) -> bool:
