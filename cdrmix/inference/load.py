@@ -310,9 +310,11 @@ def read_sums(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path / SUMS} cannot be read: the exported model is incomplete") from error
     sums: dict[str, str] = {}
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         expected, _, name = line.partition("  ")
         if len(expected) != 64 or not name or Path(name).name != name:
-            raise CheckpointError(f"{path / SUMS}: malformed line {line!r}")
+            raise CheckpointError(
+                f"{path / SUMS}:{number}: malformed; a line is a SHA-256, two spaces and the name of a file"
+            )
         sums[name] = expected
     return sums
