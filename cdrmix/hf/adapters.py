@@ -25,6 +25,7 @@ from cdrmix.config.schema_huggingface import Lora
 from cdrmix.durable import sha256_file
 from cdrmix.errors import BaseModelError, CheckpointError, ConfigError
 from cdrmix.inference.checkpoints import state_dict_mismatch, type_mismatch
+from cdrmix.json_text import parse_json
 from cdrmix.model.causal import evaluation_mode
 
 ADAPTER = "default"  # peft's name of the only adapter of a model
@@ -182,7 +183,7 @@ def write_adapters(model: Any, lora: Lora, weights: Mapping[str, Tensor], base: 
     settings.save_pretrained(folder)
     # peft writes sets, whose order differs between processes.
     text = (folder / DESCRIPTION).read_text(encoding="utf-8")
-    described = {name: sorted(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
+    described = {name: sorted(value) if isinstance(value, list) else value for name, value in parse_json(text).items()}
     (folder / DESCRIPTION).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save_file(
         {_name_in_file(name): tensor for name, tensor in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from cdrmix.hf.head import Head, head_layer, head_logits, head_loss, probe_head
 from cdrmix.hf.packing import Packing, called_outside_engine, choose_packing, decode, decoder_of
 from cdrmix.hf.positions import Positions
 from cdrmix.inference.checkpoints import state_dict_mismatch, type_mismatch
+from cdrmix.json_text import parse_json
 from cdrmix.model.language_model import Output, RouterStats
 from cdrmix.model.loss import LossModule
 
@@ -90,7 +90,7 @@ def check_folder(folder: Path, *, with_weights: bool = True) -> None:
     if (problem := adapters_alone(folder)) is not None:
         raise ConfigError(problem)
     try:
-        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        description = parse_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"model.path: {folder / DESCRIPTION} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -123,7 +123,7 @@ def check_weights(folder: Path) -> None:
             "`save_pretrained` of transformers writes them"
         )
     try:
-        whole = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        whole = parse_json((folder / INDEX).read_text(encoding="utf-8"))
         index: dict[str, str] = whole["weight_map"]
         files = sorted(set(index.values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from cdrmix.durable import sha256_file
 from cdrmix.errors import CheckpointError
+from cdrmix.json_text import parse_json
 
 FORMAT = 2  # 2: state.json has the fingerprints of text and tokenizer, and the step of the best checkpoint
 MANIFEST = "manifest.json"
@@ -213,7 +213,7 @@ def step_of(checkpoint: Path) -> int:
 def base_of(checkpoint: Path) -> str:
     """The SHA-256 of the base model of a checkpoint that has adapters alone. Raises CheckpointError."""
     try:
-        base = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["base"]
+        base = parse_json((checkpoint / "state.json").read_text(encoding="utf-8"))["base"]
     except (OSError, ValueError, LookupError) as error:
         raise CheckpointError(f"{checkpoint / 'state.json'} does not name the base model of the adapters") from error
     return str(base)
@@ -262,7 +262,7 @@ def _all_plastic(names: Sequence[str]) -> bool:
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_json(path.read_text(encoding="utf-8"))
         known = manifest["format"] == FORMAT and all(_is_entry(*each) for each in manifest["files"].items())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None

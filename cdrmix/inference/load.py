@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
@@ -30,6 +29,7 @@ from cdrmix.inference.checkpoints import (
 )
 from cdrmix.inference.choice import SUMS as SUMS
 from cdrmix.inference.rwkv_files import check_model, is_weights_file, read_rwkv7
+from cdrmix.json_text import parse_json
 from cdrmix.model.causal import CausalModel
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel, LossModule
@@ -269,8 +269,8 @@ def load_exported(path: str | Path) -> Loaded:
     config = Config.from_yaml(path / "config_snapshot.yaml")
     weights = read_safetensors(path, sums)
     try:
-        step = int(json.loads((path / "config.json").read_text(encoding="utf-8"))["step"])
-    except (ValueError, TypeError, LookupError) as error:
+        step = int(parse_json((path / "config.json").read_text(encoding="utf-8"))["step"])
+    except (ValueError, TypeError, LookupError, OverflowError) as error:
         raise CheckpointError(f"{path / 'config.json'} has no step: it is not a description of a model") from error
     model, heads = build(config, weights, origin=path)
     template = _chat_template(path) if CHAT_TEMPLATE in sums else None

@@ -19,6 +19,7 @@ from typing import Any
 from cdrmix.durable import sha256_file, sync_folder, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError
 from cdrmix.inference.load import SUMS, read_sums
+from cdrmix.json_text import parse_json
 from cdrmix.ladder.verdict import Outcome, exit_code
 
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -257,7 +258,7 @@ def _text(time: datetime.datetime) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         known = content["_type"] == STATEMENT and content["predicateType"] == PREDICATE
         for subject in content["subject"]:
             known = known and isinstance(subject["name"], str) and len(subject["digest"]["sha256"]) == 64

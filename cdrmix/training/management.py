@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard
 from cdrmix.errors import CheckpointError, ConfigError, DiskFullError
 from cdrmix.inference.checkpoints import MANIFEST, damages, list_checkpoints, named_checkpoint, read_manifest, step_of
+from cdrmix.json_text import parse_json
 from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training.mirror import ABOUT, Mirror, damaged_files, give_id, synchronise
 from cdrmix.training.retention import BEST, LATEST, Rules, reasons_to_keep, set_aside
@@ -266,8 +266,8 @@ def _queued(run: RunFolder) -> set[str]:
 
 def _tokens(checkpoint: Path) -> int | None:
     try:
-        return int(json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["progress"]["tokens"])
-    except (OSError, ValueError, LookupError, TypeError):
+        return int(parse_json((checkpoint / "state.json").read_text(encoding="utf-8"))["progress"]["tokens"])
+    except (OSError, ValueError, LookupError, TypeError, OverflowError):
         return None
 
 

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cdrmix.data.sources.base import BadRecord
 from cdrmix.data.sources.conversations import Conversation
 from cdrmix.errors import ConfigError
+from cdrmix.json_text import parse_json
 
 CHATML = """\
 {%- for message in messages %}
@@ -154,7 +155,7 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        described = json.loads(path.read_text(encoding="utf-8"))
+        described = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"template: {path} cannot be read: {error}; save the tokenizer again") from error
     if not isinstance(described, dict):
