@@ -9,6 +9,7 @@ import argparse
 import errno
 import importlib.util
 import os
+import resource
 import sys
 import traceback
 import warnings
@@ -88,6 +89,8 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         if launch.is_worker():
             launch.begin_work()
+        if (gone := _working_folder_gone()) is not None:  # libraries end the process then
+            raise gone
         options.overrides = _overrides(options, [word for word in rest if word != "--traceback"])
         return options.command(options)
     except CdrmixError as error:
@@ -99,17 +102,9 @@ def _run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            where = f" while writing {error.filename}" if error.filename else ""
-            return _fail(
-                DiskFullError.exit_code,
-                f"cdrmix: error: the disk is full{where}; free some space and run again",
-                show_traceback,
-            )
-        if error.errno not in UNUSABLE or not error.filename:
+        if (cause := _cause(error)) is None:
             raise
-        message = f"cdrmix: error: cannot use {error.filename}: {error.strerror}"
-        return _fail(ConfigError.exit_code, message, show_traceback)
+        return _fail(cause.exit_code, f"cdrmix: error: {cause}", show_traceback)
     except ModuleNotFoundError as error:
         package = (error.name or "cdrmix").partition(".")[0]
         if package == "cdrmix" or package in sys.stdlib_module_names or _is_installed(package):
@@ -123,6 +118,31 @@ def _run(arguments: Sequence[str]) -> int:
         if not launch.lost_peer(error):
             raise
         return _fail(CdrmixError.exit_code, launch.CRASHED, show_traceback)
+
+
+def _cause(error: OSError) -> CdrmixError | None:
+    """What the user can do about an error of the system; None: it is no error of the user."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" while writing {error.filename}" if error.filename else ""
+        return DiskFullError(f"the disk is full{where}; free some space and run again")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return ConfigError(f"this process may have {most} open files, which are too few; allow more: `ulimit -n 4096`")
+    if (gone := _working_folder_gone()) is not None:
+        return gone
+    if error.errno == errno.ENOENT and error.filename:
+        return ConfigError(f"{error.filename} is not there; it was removed, or its folder, while the command worked")
+    if error.errno in UNUSABLE and error.filename:
+        return ConfigError(f"cannot use {error.filename}: {error.strerror}")
+    return None
+
+
+def _working_folder_gone() -> ConfigError | None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return ConfigError("the working folder of this process was removed; change to one that exists")
+    return None
 
 
 def _fail(status: int, message: str, show_traceback: bool, *, agreed: bool = False) -> int:

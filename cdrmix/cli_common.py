@@ -6,6 +6,7 @@ The functions import the packages that they need themselves, so that `cdrmix --h
 from __future__ import annotations
 
 import argparse
+import datetime
 import sys
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def positive_number(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number above 0; found {text!r}")
     return number
+
+
+def time_with_zone(text: str) -> datetime.datetime:
+    try:
+        time = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        time = None
+    if time is None or time.tzinfo is None:
+        raise argparse.ArgumentTypeError(f"must be a time with a zone, such as 2026-03-01T12:00Z; found {text!r}")
+    return time
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:

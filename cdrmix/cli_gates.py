@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from cdrmix.cli_common import positive_number
+from cdrmix.cli_common import positive_number, time_with_zone
 
 PRESETS = ("quick", "standard", "full", "production")
 
@@ -52,6 +52,10 @@ def add_gate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verify.add_argument("export", type=Path, metavar="EXPORT", help="the folder of the exported model")
     text = "require signatures of these keys; the file is that of ssh-keygen(1), ALLOWED SIGNERS"
     verify.add_argument("--allowed-signers", type=Path, metavar="FILE", help=text)
+    text = "require evidence of this preset; may be repeated"
+    verify.add_argument("--require-preset", action="append", default=[], choices=PRESETS, metavar="NAME", help=text)
+    text = "require that this evidence (without --require-preset: all) is of this time or later: 2026-03-01T12:00Z"
+    verify.add_argument("--not-before", type=time_with_zone, metavar="TIME", help=text)
     text = "remove the evidence of a preset from an export and its SHA256SUMS; that of the run is kept"
     remove = actions.add_parser("remove", help=text, description=text, allow_abbrev=False)
     remove.set_defaults(command=evidence_remove, name="evidence remove")
@@ -90,7 +94,9 @@ def evidence_verify(options: argparse.Namespace) -> int:
     from cdrmix.ladder.gate_text import evidence_text
     from cdrmix.ladder.verdict import refuse
 
-    found = verify_evidence(options.export, options.allowed_signers)
+    found = verify_evidence(
+        options.export, options.allowed_signers, required=options.require_preset, not_before=options.not_before
+    )
     print("\n".join(map(evidence_text, found)))
     for each in sorted(found, key=lambda each: each.exit_code):  # 14 before 15
         refuse(each.preset, each.outcome, each.stopping, each.lenient)

@@ -49,10 +49,21 @@ def only_process(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
     waiting: is called if another process is in it.
     """
-    with path.open("a") as file:
-        wait_for_lock(file, waiting)
-        yield
-        path.unlink(missing_ok=True)
+    while True:
+        with path.open("a") as file:
+            wait_for_lock(file, waiting)
+            if _is_file_at(file, path):
+                yield
+                path.unlink(missing_ok=True)  # while it is locked: who waits for it finds that it is gone
+                return
+
+
+def _is_file_at(file: IO[str], path: Path) -> bool:
+    """Whether a path still leads to an open file, which another process may have removed or replaced since."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def remove_remains(target: Path) -> None:

@@ -18,6 +18,7 @@ from cdrmix.config.changes import Change, changes, difference, listed
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard, lock_file, write_atomically
 from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError
+from cdrmix.json_text import parse_json
 
 EXTENSIONS = "extensions.jsonl"
 RECORDED = "recorded_step"  # key of metrics.json
@@ -373,8 +374,8 @@ class RunFolder:
     def summary(self) -> dict[str, Any]:
         """The contents of metrics.json; {} if it is missing or incomplete."""
         try:
-            summary = json.loads(self.metrics_json.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
+            summary = parse_json(self.metrics_json.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):  # ValueError: neither JSON nor UTF-8
             return {}
         return summary if isinstance(summary, dict) else {}
 
@@ -505,8 +506,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return rows
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = parse_json(line)
+        except ValueError:
             continue
         if isinstance(row, dict):
             rows.append(row)

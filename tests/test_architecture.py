@@ -24,7 +24,7 @@ ALL_FILES = sorted(
 
 # Lowest first. A package imports from itself and from lower layers.
 LAYERS = [
-    {"errors", "page", "gpus", "units", "confidence", "peak_memory"},
+    {"errors", "page", "gpus", "units", "confidence", "peak_memory", "json_text"},
     {"plugins"},
     {"registry"},
     {"durable", "kernels", "_dedup", "_text"},

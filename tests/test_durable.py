@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import threading
 from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
 from cdrmix import durable
-from cdrmix.durable import disk_guard, is_disk_full, sha256_file, write_atomically
+from cdrmix.durable import disk_guard, is_disk_full, only_process, sha256_file, write_atomically
 from cdrmix.errors import DiskFullError
 
 
@@ -31,6 +32,28 @@ def test_a_file_is_replaced_in_one_move(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_text("old")
     write_atomically(path, "new")
     assert synced == ["a.tmp old", f"{tmp_path.name} new"]  # the bytes before the move, the move after it
+
+
+def test_a_removed_lock_file_lets_nobody_in_beside_another(tmp_path: Path) -> None:
+    """One waits while the first removes the file; when a third comes to the new file, the second is inside."""
+    lock = tmp_path / "lock"
+    waits, inside, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def second() -> None:
+        with only_process(lock, waits.set):
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=second)
+    with only_process(lock, lambda: pytest.fail("nobody else is there")):
+        thread.start()
+        assert waits.wait(60)
+    assert inside.wait(60)
+    with only_process(lock, leave.set):
+        assert leave.is_set(), "two are inside"
+    leave.set()
+    thread.join()
+    assert not lock.exists()
 
 
 @pytest.mark.parametrize("fails", ["write_bytes", "fsync"])

@@ -62,7 +62,6 @@ ALLOWED |= dict.fromkeys(
         "get_max_cache_shape",
         "get_max_length",
         "lazy_initialization",
-        "num_hidden_layers",
         "register_for_auto_class",
         "reorder_cache",
         "reset",

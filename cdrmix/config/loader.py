@@ -27,6 +27,7 @@ from cdrmix.errors import ConfigError
 from cdrmix.plugins import load_plugins
 from cdrmix.registry import nearest
 
+SNAPSHOT = "config_snapshot.yaml"  # the file of a run or export: `Config.to_yaml`
 MAX_FILE_BYTES = 1 << 20  # a configuration has a few thousand
 MAX_VALUES = 20_000  # of a file; each use of an alias counts
 MAX_DEPTH = 50  # nested mappings and lists
@@ -40,6 +41,7 @@ _SCALARS = [
     (_TAG + "float", re.compile(r"(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z")),
 ]
 _SURROGATE = re.compile("[\ud800-\udfff]")  # an escape in YAML can produce one, but UTF-8 cannot hold it
+_QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 _KEY_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*\Z")
 
 
@@ -147,12 +149,23 @@ class _ConfigReader:
         return merge(parent, root, self.tagged) if parent else root
 
     def _parse_file(self, text: str, location: Location) -> Node:
-        root = _parse(text, location, "", self.problems)
-        if isinstance(root.content, dict):
-            return with_sections(root)
-        what = "the file is empty" if root.blank else f"{found(_outline(root))} at the top of the file"
-        allowed = f"a mapping with the sections {', '.join(schema_types.keys(self.schema))}"
-        raise _UnreadableError(root.location, what, allowed)
+        problems: list[Problem] = []
+        root = _parse(text, location, "", problems)
+        sections = schema_types.keys(self.schema)
+        allowed = f"a mapping with the sections {', '.join(sections)}"
+        if not isinstance(root.content, dict):
+            # Not what was found: `base` may name a file that is no configuration and that others may not read.
+            what = "a list" if isinstance(root.content, list) else "a single value"
+            what = "the file is empty" if root.blank else f"found {what} at the top of the file"
+            raise _UnreadableError(root.location, what, allowed)
+        if root.content and not root.content.keys() & {"base", *sections}:
+            close = next(filter(None, (nearest(key, sections) for key in root.content)), None)
+            raise _UnreadableError(root.location, "not a configuration: it has no section of one", allowed, close)
+        if (base := root.content.get("base")) is not None and Path(location.source).name == SNAPSHOT:
+            # It has every key, and may come from elsewhere, whose files it must not name.
+            raise _UnreadableError(base.location, "base: a snapshot inherits from no file", "a snapshot without `base`")
+        self.problems += problems
+        return with_sections(root)
 
     def overrides(self, texts: Sequence[str]) -> Node | None:
         """All overrides as one mapping. A later one takes precedence."""
@@ -186,6 +199,12 @@ class _ConfigReader:
         for part in reversed(key.split(".")):
             node = Node({part: node}, location)
         return with_sections(node)
+
+
+def _without_words(quoted: re.Match[str]) -> str:
+    """What an error of PyYAML quotes, unless it is a word of the file, which may be one that others may not read."""
+    text = quoted[1] or quoted[2] or ""
+    return quoted[0] if len(text) < 2 or text.startswith("<") else "a word"
 
 
 def _outline(node: Node) -> object:
@@ -236,6 +255,7 @@ def _parse(text: str, location: Location, key: str, problems: list[Problem]) -> 
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = ", ".join(part for part in (error.context, error.problem) if part)
+        what = _QUOTED.sub(_without_words, what)
         raise _UnreadableError(at(mark.line + 1 if mark else 1), f"not valid YAML: {what}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1

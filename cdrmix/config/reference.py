@@ -29,7 +29,7 @@ section. `cdrmix validate --config FILE` checks a file and prints the value of e
 - A *required* key has no default. `model.size` sets some of the required keys.
 - `<name>` is a name of your choice. `[]` is an item of a list.
 - `train.steps=1000` on the command line overrides a key of the file.
-- `base: OTHER.yaml` at the top of a file inherits all keys of the other file.
+- `base: OTHER.yaml` at the top of a file inherits all keys of the other file. A `config_snapshot.yaml` has no base.
 """
 
 

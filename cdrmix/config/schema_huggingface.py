@@ -11,6 +11,7 @@ from pydantic import Field
 
 from cdrmix.config.section import Below1, PositiveFloat, PositiveInt, Section, Text
 from cdrmix.errors import ConfigError
+from cdrmix.json_text import parse_json
 
 
 class Vocabulary(Section):
@@ -124,13 +125,13 @@ def adapters_alone(folder: Path) -> str | None:
 @cache
 def _vocab_size(path: str | None, random: str | None, remedy: str) -> int:
     if random is not None:
-        origin, described = "model.random", json.loads(random)
+        origin, described = "model.random", parse_json(random)
     else:
         assert path is not None
         file = Path(path).expanduser() / "config.json"
         origin = str(file)
         try:
-            described = json.loads(file.read_text(encoding="utf-8"))
+            described = parse_json(file.read_text(encoding="utf-8"))
         except OSError as error:
             if (problem := adapters_alone(file.parent)) is not None:
                 raise ConfigError(problem) from error

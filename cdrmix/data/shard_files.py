@@ -12,6 +12,7 @@ import numpy as np
 
 from cdrmix.durable import sha256_file, write_checksummed
 from cdrmix.errors import ShardError
+from cdrmix.json_text import parse_json
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
@@ -56,7 +57,7 @@ def read_across(
 def _read(path: Path, version: int) -> dict[str, Any]:
     file = path / "index.json"
     try:
-        index = json.loads(file.read_bytes())
+        index = parse_json(file.read_bytes())
         expected = index.pop("sha256")
     except OSError as error:
         raise ShardError(f"{path} holds no finished shards: cannot read index.json: {error.strerror}") from error

@@ -21,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from cdrmix.data import batch_encoder, token_bytes, tokenizer_files
 from cdrmix.data.batch_encoder import BatchEncoder, Ids, ReferenceEncoder, pretokenizer_pattern
 from cdrmix.errors import VocabularyError
+from cdrmix.json_text import parse_json
 
 PIECE_CHARACTERS = 2**20  # longer texts are encoded in pieces, which bounds memory and uses all cores
 GROUP_CHARACTERS = 2**22  # encoded by one call
@@ -57,7 +58,7 @@ class TextTokenizer:
         self.fingerprint = hashlib.sha256(json_bytes).hexdigest()
         self.end_of_text = end_of_text
         self._tokenizer = _open(json_bytes, name)
-        content = json.loads(json_bytes)
+        content = parse_json(json_bytes)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {number: token.content for number, token in added.items() if token.special}
         end_of_text_id = self._tokenizer.token_to_id(end_of_text)

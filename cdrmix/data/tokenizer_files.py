@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from cdrmix.data import rwkv_vocabulary
 from cdrmix.errors import ConfigError, VocabularyError
+from cdrmix.json_text import parse_json
 
 JSON, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 STORED = "tokenizer_settings.json"  # of shards, a run or an export: the tokens that this package has resolved
@@ -67,7 +68,7 @@ def end_of_text(files: TokenizerFiles) -> str:
     if named is not None:
         return named
     try:
-        added: list[dict[str, Any]] = json.loads(files.json_bytes)["added_tokens"]
+        added: list[dict[str, Any]] = parse_json(files.json_bytes)["added_tokens"]
         special = [str(token["content"]) for token in added if token["special"]]
     except (ValueError, LookupError, TypeError) as error:
         raise VocabularyError(f"{files.name} is not a tokenizer.json: {error}") from error
@@ -90,7 +91,7 @@ def begin_of_text(files: TokenizerFiles) -> str | None:
     Otherwise the post-processor of tokenizer.json decides. If it adds several tokens, the last one counts.
     """
     try:
-        content = json.loads(files.json_bytes)
+        content = parse_json(files.json_bytes)
     except ValueError as error:
         raise VocabularyError(f"{files.name} is not a tokenizer.json that can be read: {error}") from error
     added = None
@@ -110,7 +111,7 @@ def begin_of_text(files: TokenizerFiles) -> str | None:
 
 def continuing(json_bytes: bytes) -> bytes | None:
     """tokenizer.json for a text that continues another one: without a space before the text. None: there is none."""
-    content = json.loads(json_bytes)
+    content = parse_json(json_bytes)
     changed = {key: _without_prefix(content.get(key)) for key in ("normalizer", "pre_tokenizer")}
     if all(content.get(key) == part for key, part in changed.items()):
         return None
@@ -137,7 +138,7 @@ def _named(settings: dict[str, Any], key: str) -> str | None:
 
 def _settings(file: Path) -> dict[str, Any]:
     try:
-        settings = json.loads(file.read_bytes())
+        settings = parse_json(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"data.tokenizer.path: cannot read {file}: {error.strerror}") from error
     except ValueError as error:

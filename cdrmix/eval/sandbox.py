@@ -54,10 +54,14 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Layers:
-    """What confines programs here. reasons: by layer, why it does not work; "" if it works."""
+    """What confines programs here. reasons: by layer, why it does not work; "" if it works.
+
+    landlock_abi: the version of the kernel's Landlock; 0 if it does not work.
+    """
 
     user: str
     reasons: dict[str, str]
+    landlock_abi: int
 
     @property
     def missing(self) -> dict[str, str]:
@@ -65,8 +69,9 @@ class Layers:
         return {layer: reason for layer, reason in self.reasons.items() if reason}
 
     def as_json(self) -> dict[str, object]:
-        """user, and for each layer true or the reason why it does not work."""
-        return {"user": self.user, **{layer: reason or True for layer, reason in self.reasons.items()}}
+        """user, for each layer true or the reason why it does not work, and landlock_abi."""
+        works = {layer: reason or True for layer, reason in self.reasons.items()}
+        return {"user": self.user, **works, "landlock_abi": self.landlock_abi}
 
     def notes(self) -> list[str]:
         """A line for each layer that does not work."""
@@ -189,7 +194,7 @@ def _start() -> tuple[subprocess.Popen[str], Layers]:
         _stop(server)
         raise ConfigError(f"the server of the sandbox cannot start: {message}")
     found = json.loads(line)
-    return server, Layers(found["user"], found["layers"])
+    return server, Layers(found["user"], found["layers"], found["landlock_abi"])
 
 
 def _answer(server: subprocess.Popen[str], request: str) -> str | None:

@@ -6,10 +6,13 @@ standard output. A child has these layers, each tried and recorded by `probe`:
 user               as root the server first becomes nobody; a child has no capabilities
 user_namespace     user, network and IPC namespaces of its own: no network interface that is up
 landlock           reads only the standard library and the system's shared libraries; writes nothing, anywhere
-seccomp            an allow-list of system calls; EPERM for others, SIGSYS for processes, signals, sockets, tracing
+seccomp            an allow-list of system calls; EPERM for others, and for opening files other than for reading; SIGSYS
+                   for processes, signals, sockets, tracing
 limits             CPU time, address space, size of files (0), open files, no core; the server kills at the time limit
 
-No child writes files, so that none can fill a disk. Threads are processes to the kernel, so there are none either.
+No child writes files, so that none can fill a disk. Landlock before version 3 (Linux 6.2) lets a program empty a file
+that it may read; seccomp refuses this too, from the flags of open and openat. Threads are processes to the kernel, so
+there are none either.
 """
 
 from __future__ import annotations
@@ -45,17 +48,18 @@ weakref zlib"""
 # System calls by machine, numbers of asm/unistd.h. Allowed: read write close fstat lseek mmap mprotect munmap brk
 # rt_sigaction rt_sigprocmask rt_sigreturn pread64 readv writev mremap madvise dup nanosleep getpid exit getcwd
 # gettimeofday sysinfo getuid getgid geteuid getegid getppid sigaltstack gettid futex sched_getaffinity getdents64
-# clock_gettime clock_getres clock_nanosleep exit_group openat newfstatat readlinkat set_robust_list getrandom statx
-# rseq faccessat faccessat2 uname.
+# clock_gettime clock_getres clock_nanosleep exit_group newfstatat readlinkat set_robust_list getrandom statx
+# rseq faccessat faccessat2 uname. With conditions: open openat tgkill prlimit64 fcntl. Not creat, openat2, truncate and
+# ftruncate.
 MACHINES: dict[str, dict[str, Any]] = {
     "x86_64": {
         "arch": 0xC000003E,
         "allowed": [
             *(0, 1, 3, 5, 8, 9, 10, 11, 12, 13, 14, 15, 17, 19, 20, 25, 28, 32, 35, 39, 60, 79, 96, 99, 102, 104, 107),
-            *(108, 110, 131, 186, 202, 204, 217, 228, 229, 230, 231, 257, 262, 267, 273, 318, 332, 334, 269, 439, 63),
-            # Older ones without a directory or with narrower arguments: open stat lstat poll access select getrlimit
-            # dup2 readlink arch_prctl time
-            *(2, 4, 6, 7, 21, 23, 97, 33, 89, 158, 201),
+            *(108, 110, 131, 186, 202, 204, 217, 228, 229, 230, 231, 262, 267, 273, 318, 332, 334, 269, 439, 63),
+            # Older ones without a directory or with narrower arguments: stat lstat poll access select getrlimit dup2
+            # readlink arch_prctl time
+            *(4, 6, 7, 21, 23, 97, 33, 89, 158, 201),
         ],
         # fork vfork clone clone3 execve execveat ptrace kill tkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_open
         # pidfd_send_signal process_vm_readv process_vm_writev socket socketpair connect bind mount umount2 unshare
@@ -65,6 +69,7 @@ MACHINES: dict[str, dict[str, Any]] = {
             *(57, 58, 56, 435, 59, 322, 101, 62, 200, 129, 297, 434, 424, 310, 311, 41, 53, 42, 49, 165, 166, 272, 308),
             *(321, 250, 425, 323, 298, 161, 155, 169, 246, 175, 313),
         ],
+        "opens": {2: 1, 257: 2},  # open, openat: which argument has the flags
         "tgkill": 234,
         "prlimit64": 302,
         "fcntl": 72,
@@ -89,7 +94,6 @@ MACHINES: dict[str, dict[str, Any]] = {
                 114,
                 115,
                 94,
-                56,
                 79,
                 78,
                 99,
@@ -128,6 +132,7 @@ MACHINES: dict[str, dict[str, Any]] = {
             ),
             *(219, 425, 282, 241, 51, 41, 142, 104, 105, 273),
         ],
+        "opens": {56: 2},
         "tgkill": 131,
         "prlimit64": 261,
         "fcntl": 25,
@@ -135,7 +140,10 @@ MACHINES: dict[str, dict[str, Any]] = {
 }
 ALLOW, KILL, EPERM = 0x7FFF0000, 0x80000000, 0x00050000 | errno.EPERM  # SECCOMP_RET_*, linux/seccomp.h
 FCNTL = (0, 1, 2, 3, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC; F_SETOWN could signal other processes
-LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06  # BPF: ld [k], jeq k, jge k, ret k
+# Flags with which open changes a file: O_WRONLY, O_RDWR (O_TMPFILE needs one of them), O_CREAT, O_TRUNC.
+CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+# BPF: ld [k], jeq k, jge k, jset k, ret k
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 NEW_USER, NEW_NET, NEW_IPC = 0x10000000, 0x40000000, 0x08000000  # linux/sched.h
 READ_FILE, READ_DIR = 1 << 2, 1 << 3  # linux/landlock.h
 # Bits of access rights by version of Landlock: 1 has 13, refer (2), truncate (3), device ioctl (5).
@@ -179,9 +187,14 @@ def drop_capabilities() -> None:
     call("capset", ctypes.create_string_buffer(header), ctypes.create_string_buffer(24))
 
 
+def landlock_version() -> int:
+    """The version of Landlock (its ABI) of this kernel. Raises OSError without Landlock."""
+    return call("syscall", 444, None, 0, 1)
+
+
 def restrict_files(folders: list[int]) -> None:
     """Landlock: reading below open folders, nothing else; no TCP, no abstract sockets or signals to other processes."""
-    version = call("syscall", 444, None, 0, 1)
+    version = landlock_version()
     bits = ACCESS_BITS.get(version, 16)
     attributes = struct.pack("QQQ", (1 << bits) - 1, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
@@ -211,6 +224,8 @@ def restrict_calls() -> None:
         program += when(number, end(ALLOW))
     for number in table["killed"]:
         program += when(number, end(KILL))
+    for number, argument in table["opens"].items():  # the kernel takes 32 bits of the flags
+        program += when(number, (LOAD, 0, 0, 16 + 8 * argument), (ANY_BIT, 1, 0, CHANGES), end(ALLOW), end(EPERM))
     own = os.getpid()
     program += when(table["tgkill"], (LOAD, 0, 0, 16), (EQUAL, 0, 1, own), end(ALLOW), end(KILL))
     program += when(table["prlimit64"], (LOAD, 0, 0, 16), (EQUAL, 0, 1, 0), end(ALLOW), end(EPERM))
@@ -400,7 +415,10 @@ def probe(folders: list[int]) -> dict[str, str]:
 
     layers = {layer: reason(layer) for layer in ("user_namespace", "landlock", "seccomp")}
     # What they are for, tried in fact.
-    for layer, source in (("landlock", "open('/etc/passwd')"), ("seccomp", "import socket; socket.socket()")):
+    trials = [("landlock", "open('/etc/passwd')"), ("seccomp", "import socket; socket.socket()")]
+    # Emptying the null device changes nothing, and every user may.
+    trials += [("seccomp", f"import os; os.open({os.devnull!r}, os.O_RDONLY | os.O_TRUNC)")]
+    for layer, source in trials:
         if not layers[layer]:
             request = {"kind": "run", "source": source, "seconds": 10.0, "megabytes": 512}
             found = judge(request, {layer}, folders)
@@ -422,8 +440,9 @@ def main() -> None:
         user = f"root, and it cannot become nobody: {error}"
     os.chdir("/")
     layers = probe(folders)
+    version = 0 if layers["landlock"] else landlock_version()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    answers.write(json.dumps({"user": user, "layers": layers}) + "\n")
+    answers.write(json.dumps({"user": user, "layers": layers, "landlock_abi": version}) + "\n")
     answers.flush()
     on = {layer for layer, why in layers.items() if not why}
     for line in sys.stdin:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from cdrmix.config.schema_huggingface import Lora
 from cdrmix.durable import sha256_file
 from cdrmix.errors import BaseModelError, CheckpointError, ConfigError
-from cdrmix.inference.checkpoints import state_dict_mismatch
+from cdrmix.inference.checkpoints import state_dict_mismatch, type_mismatch
+from cdrmix.json_text import parse_json
 from cdrmix.model.causal import evaluation_mode
 
 ADAPTER = "default"  # peft's name of the only adapter of a model
@@ -53,13 +54,19 @@ def merge_adapters(model: Any, lora: Lora, weights: Mapping[str, Tensor], *, ori
 
     model: without adapters, with float32 or quantized weights, which are dequantized first: the adapters were trained
     with the values that quantized weights have. weights: of the adapters, as a checkpoint has them.
-    Raises CheckpointError, naming `origin`, if names or shapes do not match.
+    Raises CheckpointError, naming `origin`, if names, shapes or types do not match.
     """
     if getattr(model, "is_quantized", False):
         model = model.dequantize(dtype=torch.float32)
+    stored = max((size for tensor in weights.values() for size in tensor.shape), default=0)
+    if stored < lora.rank:  # before adapters of this rank are allocated
+        raise CheckpointError(
+            f"{origin} does not match the adapters of model.lora: no tensor in it has the rank, {lora.rank}, as a size"
+        )
     tuner = _insert(model, lora, None)
     adapters = trained_parameters(model)
-    problem = state_dict_mismatch(weights, {name: parameter.shape for name, parameter in adapters.items()})
+    shapes = {name: parameter.shape for name, parameter in adapters.items()}
+    problem = state_dict_mismatch(weights, shapes) or type_mismatch(weights, adapters)
     if problem is not None:
         raise CheckpointError(f"{origin} does not match the adapters of model.lora: it {problem}")
     with torch.no_grad():
@@ -176,7 +183,7 @@ def write_adapters(model: Any, lora: Lora, weights: Mapping[str, Tensor], base: 
     settings.save_pretrained(folder)
     # peft writes sets, whose order differs between processes.
     text = (folder / DESCRIPTION).read_text(encoding="utf-8")
-    described = {name: sorted(value) if isinstance(value, list) else value for name, value in json.loads(text).items()}
+    described = {name: sorted(value) if isinstance(value, list) else value for name, value in parse_json(text).items()}
     (folder / DESCRIPTION).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save_file(
         {_name_in_file(name): tensor for name, tensor in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"}

@@ -10,7 +10,15 @@ from cdrmix.config.schema import Config
 from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.errors import ConfigError
 from cdrmix.hf import adapters
-from cdrmix.hf.foreign import ForeignLossModel, base_model, quiet, section_of, transformers_config, vocabulary
+from cdrmix.hf.foreign import (
+    ForeignLossModel,
+    base_model,
+    check_sizes,
+    quiet,
+    section_of,
+    transformers_config,
+    vocabulary,
+)
 from cdrmix.training.deepspeed_config import deepspeed_config
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.zero import zero_stage
@@ -36,6 +44,7 @@ def make_model(config: Config, world: DistributedContext) -> Any:
     if section.path is not None and not frozen and zero_stage(config.train, world.size) == 3:
         from transformers.integrations import HfDeepSpeedConfig
 
+        check_sizes(section, transformers_config(section))  # a model that is made later would be divided
         sharding = HfDeepSpeedConfig(deepspeed_config(config, world))  # transformers looks for it while it is alive
     model = base_model(config, torch.bfloat16 if narrow else torch.float32)
     if sharding is None and world.device.type == "cpu" and not getattr(model, "is_quantized", False):

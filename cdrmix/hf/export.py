@@ -26,6 +26,7 @@ from cdrmix.errors import ConfigError, ExportMismatchError
 from cdrmix.hf.card import model_card
 from cdrmix.hf.transformers_files import config_keys, text_files
 from cdrmix.inference.load import ABOUT, RUN_TOKENIZER, SUMS, Loaded, load_exported
+from cdrmix.json_text import parse_json
 from cdrmix.run_folder import environment
 
 SHARD_BYTES = 5_000_000_000
@@ -115,7 +116,7 @@ def exported_step(path: Path) -> int | None:
     """The step of an exported model; None if the file that has it is missing or damaged."""
     name = ABOUT if (path / ABOUT).is_file() else "config.json"
     try:
-        step = json.loads((path / name).read_text(encoding="utf-8"))["step"]
+        step = parse_json((path / name).read_text(encoding="utf-8"))["step"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return step if isinstance(step, int) else None

@@ -20,6 +20,7 @@ from cdrmix.hf.export import PROMPT, SHARD_BYTES, publish, write_sums
 from cdrmix.hf.foreign import quiet, section_of
 from cdrmix.hf.load import LoadedForeign
 from cdrmix.inference.load import ABOUT, CHAT_TEMPLATE
+from cdrmix.json_text import parse_json
 from cdrmix.run_folder import environment
 
 # Files of a tokenizer besides tokenizer.json, and of generation: they are copied as they are.
@@ -153,7 +154,7 @@ def check_same_logits(
 def _stop_at_end_of_turn(folder: Path, tokenizer: TextTokenizer) -> None:
     """Makes the end-of-text and the end of a turn of the chat template tokens that end a generated text."""
     template, settings = folder / CHAT_TEMPLATE, folder / "generation_config.json"
-    generation = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    generation = parse_json(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
     ends = generation.get("eos_token_id", [])
     turn = end_of_turn(template.read_text(encoding="utf-8"), tokenizer)
     ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.end_of_text_id, *([] if turn is None else [turn])]

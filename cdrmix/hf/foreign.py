@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +24,17 @@ from cdrmix.hf import adapters, mamba
 from cdrmix.hf.head import Head, head_layer, head_logits, head_loss, probe_head
 from cdrmix.hf.packing import Packing, called_outside_engine, choose_packing, decode, decoder_of
 from cdrmix.hf.positions import Positions
-from cdrmix.inference.checkpoints import not_finite, state_dict_mismatch
+from cdrmix.inference.checkpoints import not_finite, state_dict_mismatch, type_mismatch
+from cdrmix.json_text import parse_json
 from cdrmix.model.language_model import Output, RouterStats
 from cdrmix.model.loss import LossModule
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DESCRIPTION = "config.json"
+FLOATS = ("F64", "F32", "F16", "BF16")  # types of safetensors that weights may have, unless they are quantized
+DEEP = 1000  # layers; of a model with more, the files are asked whether they have them
+SMALL = 1 << 24  # numbers that a model may have beyond twice those of its files, before what is missing is named
 
 
 class Size(NamedTuple):
@@ -70,9 +74,12 @@ def transformers_config(section: HuggingFaceModel, *, with_weights: bool = True)
         raise ConfigError(f"model.path: there is no folder {section.path}; {section.remedy}")
     check_folder(folder, with_weights=with_weights)
     try:
-        return auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        described = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except refused as error:
         raise ConfigError(f"model.path: transformers cannot read {section.path}: {_first(error)}") from error
+    if _depth(described) > DEEP and (files := sorted(folder.glob("*.safetensors"))):
+        _check_depth(described, sum(len(_header(path)) for path in files), folder)
+    return described
 
 
 def check_folder(folder: Path, *, with_weights: bool = True) -> None:
@@ -83,7 +90,7 @@ def check_folder(folder: Path, *, with_weights: bool = True) -> None:
     if (problem := adapters_alone(folder)) is not None:
         raise ConfigError(problem)
     try:
-        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        description = parse_json((folder / DESCRIPTION).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"model.path: {folder / DESCRIPTION} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -106,7 +113,7 @@ def check_folder(folder: Path, *, with_weights: bool = True) -> None:
 def check_weights(folder: Path) -> None:
     """Raises ConfigError unless the folder has whole safetensors, one file or several with a correct index."""
     if (folder / SINGLE).is_file():
-        _names_in(folder / SINGLE)
+        _header(folder / SINGLE)
         return
     if not (folder / INDEX).is_file():
         pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt"))
@@ -116,7 +123,7 @@ def check_weights(folder: Path) -> None:
             "`save_pretrained` of transformers writes them"
         )
     try:
-        whole = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        whole = parse_json((folder / INDEX).read_text(encoding="utf-8"))
         index: dict[str, str] = whole["weight_map"]
         files = sorted(set(index.values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -129,7 +136,7 @@ def check_weights(folder: Path) -> None:
         )
     for name in files:
         expected = {tensor for tensor, file in index.items() if file == name}
-        if lacking := sorted(expected - _names_in(folder / name)):
+        if lacking := sorted(expected - _header(folder / name).keys()):
             raise ConfigError(
                 f"model.path: {folder / INDEX} says that {name} has {lacking[0]}, but it has not: the index is wrong"
             )
@@ -141,6 +148,10 @@ def base_model(config: Config, dtype: torch.dtype = torch.float32) -> Any:
     """The model that a training begins with, without adapters, in this dtype; quantized with model.lora.quantize."""
     section = section_of(config)
     described = transformers_config(section)
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if not is_deepspeed_zero3_enabled():  # then `make_model` has called it
+        check_sizes(section, described)
     options: dict[str, Any] = {"dtype": dtype, **_attention(section, config)}
     if section.lora is not None and section.lora.quantize is not None:
         with quiet(), torch.device("meta"):
@@ -234,15 +245,20 @@ def _ties_head(model: Any) -> bool:
 def model_of(config: Config, folder: Path, weights: Mapping[str, Tensor], *, origin: Path) -> Any:
     """The model with given weights, by name. folder: has the config.json of the model before training.
 
-    Raises CheckpointError, naming `origin`, if names or shapes do not match.
+    Raises CheckpointError, naming `origin`, if names, shapes or types do not match. Sizes are compared before memory is
+    allocated.
     """
     section = section_of(config).model_copy(update={"path": str(folder), "random": None})
-    described = _transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    described.get_text_config().vocab_size = vocabulary(section).rows
-    with quiet(), torch.device("meta"):
-        empty = _transformers().AutoModelForCausalLM.from_config(described)
-        wanted = {name: tensor.shape for name, tensor in trained_tensors(empty).items()}
-    problem = state_dict_mismatch(weights, wanted)
+    try:
+        described = transformers_config(section, with_weights=False)
+        described.get_text_config().vocab_size = vocabulary(section).rows
+        _check_depth(described, len(weights), folder)
+        empty = _without_memory(described, folder)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    wanted = trained_tensors(empty)
+    shapes = {name: tensor.shape for name, tensor in wanted.items()}
+    problem = state_dict_mismatch(weights, shapes) or type_mismatch(weights, wanted)
     if problem is not None:
         raise CheckpointError(f"{origin} does not match {folder / DESCRIPTION}: it {problem}")
     if (problem := not_finite(weights)) is not None:
@@ -256,6 +272,67 @@ def model_of(config: Config, folder: Path, weights: Mapping[str, Tensor], *, ori
             **_attention(section, config),
         )
     return model.eval().requires_grad_(False)
+
+
+def _depth(described: Any) -> int:
+    layers = getattr(described.get_text_config(), "num_hidden_layers", 0)
+    return layers if isinstance(layers, int) else 0
+
+
+def _check_depth(described: Any, tensors: int, folder: Path) -> None:
+    """Raises ConfigError for more layers than the files have tensors: making them would take as long as config.json
+    says."""
+    if (layers := _depth(described)) > tensors:
+        raise ConfigError(
+            f"{folder / DESCRIPTION} describes {layers:,} layers, and the weights are {tensors:,} tensors"
+        )
+
+
+def _without_memory(described: Any, folder: Path) -> Any:
+    """The model of a configuration, without memory. Raises ConfigError if none can be made."""
+    try:
+        with quiet(), torch.device("meta"):
+            return _transformers().AutoModelForCausalLM.from_config(described)
+    # What the architectures raise for sizes that do not go together, or that no memory has.
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{folder / DESCRIPTION} describes no model that can be made: {_first(error)}") from error
+
+
+def check_sizes(section: HuggingFaceModel, described: Any) -> None:
+    """Compares the sizes and types of a model with the headers of its files, before memory is allocated.
+
+    Names are not compared: transformers reads some under others, and joins tensors. Nothing is compared of random
+    weights, and of quantized files, which have other tensors than the model. Raises ConfigError.
+    """
+    folder = section.folder
+    if section.random is not None or folder is None or getattr(described, "quantization_config", None) is not None:
+        return
+    headers: dict[str, tuple[list[int], str]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        headers |= _header(path)
+    _check_depth(described, len(headers), folder)
+    wanted = trained_tensors(_without_memory(described, folder))
+    for name, tensor in wanted.items():
+        if name not in headers:
+            continue
+        shape, kind = headers[name]
+        if tensor.is_floating_point() and kind not in FLOATS:
+            raise ConfigError(
+                f"model.path: {folder} has {name} with the type {kind}, and config.json has no quantization_config; "
+                f"allowed: {', '.join(FLOATS)}"
+            )
+        if shape != list(tensor.shape):
+            raise ConfigError(
+                f"model.path: {folder} has {name} with the shape {shape}, and config.json describes one with "
+                f"{list(tensor.shape)}"
+            )
+    needed = sum(tensor.numel() for tensor in wanted.values())
+    held = sum(math.prod(shape) for shape, _ in headers.values())
+    if needed > 2 * held + SMALL:
+        raise ConfigError(
+            f"model.path: {folder / DESCRIPTION} describes {needed:,} numbers, and the files have {held:,}: they are "
+            "not of the same model"
+        )
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -433,10 +510,12 @@ def _attention(section: HuggingFaceModel, config: Config) -> dict[str, str]:
     return {}
 
 
-def _names_in(path: Path) -> set[str]:
+def _header(path: Path) -> dict[str, tuple[list[int], str]]:
+    """The shape and the type of each tensor of a file, as safetensors names it. Raises ConfigError."""
     try:
         with safe_open(path, "pt") as file:
-            return set(file.keys())
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {name: (list(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"model.path: {path} is not a whole safetensors file: {error}") from error
 
@@ -446,7 +525,7 @@ def _configuration_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     strict: type[Exception] = StrictDataclassError
-    return OSError, ValueError, TypeError, KeyError, strict
+    return OSError, ValueError, TypeError, KeyError, ArithmeticError, AttributeError, strict
 
 
 def _first(error: BaseException) -> str:

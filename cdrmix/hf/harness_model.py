@@ -5,7 +5,6 @@ Sequences of a batch are filled up on the right: a causal model does not see the
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
@@ -22,6 +21,7 @@ from cdrmix.hf.load import LoadedForeign
 from cdrmix.inference.generate import Row, TextStream, decode
 from cdrmix.inference.load import Loaded
 from cdrmix.inference.sampling import Sampling
+from cdrmix.json_text import parse_json
 from cdrmix.model.causal import CausalModel
 from cdrmix.model.decoding import check_finite
 from cdrmix.runtime import threads_for
@@ -45,7 +45,7 @@ def prompts_begin(loaded: Loaded | LoadedForeign) -> bool:
     if isinstance(loaded, Loaded):
         return True
     settings = loaded.folder / tokenizer_files.SETTINGS
-    given = json.loads(settings.read_bytes()) if settings.is_file() else {}
+    given = parse_json(settings.read_bytes()) if settings.is_file() else {}
     files = tokenizer_files.TokenizerFiles(loaded.tokenizer.json_bytes, tokenizer_files.JSON, given)
     return tokenizer_files.begin_of_text(files) is not None
 

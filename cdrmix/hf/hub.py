@@ -18,6 +18,7 @@ from cdrmix.config.schema_huggingface import HuggingFaceModel
 from cdrmix.durable import disk_guard, sync_folder
 from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.hf import adapters
+from cdrmix.json_text import parse_json
 
 FILES = ("model.safetensors", "model-*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 RECORD = Path(".cache", "cdrmix.json")  # name, revision and commit of a folder that was downloaded
@@ -79,7 +80,7 @@ def _download(target: Path, name: str, revision: str, say: Callable[[str], None]
 def _check_revision(folder: Path, revision: str) -> None:
     """Raises ConfigError if the folder was downloaded as another revision."""
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = parse_json((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return  # not downloaded by cdrmix
     if revision not in (record["revision"], record["commit"]):

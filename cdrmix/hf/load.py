@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -43,6 +42,7 @@ from cdrmix.inference.load import (
     verify,
 )
 from cdrmix.inference.text_model import TextModel
+from cdrmix.json_text import parse_json
 from cdrmix.runtime import only_device, restored_settings, work_alone, working_alone
 
 SNAPSHOT = "config_snapshot.yaml"
@@ -229,9 +229,9 @@ def _load_exported(path: Path, config: Config) -> LoadedForeign:
 
 def _about(path: Path) -> dict[str, Any]:
     try:
-        about: dict[str, Any] = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+        about: dict[str, Any] = parse_json((path / ABOUT).read_text(encoding="utf-8"))
         int(about["step"])
-    except (ValueError, TypeError, LookupError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError) as error:
         raise CheckpointError(f"{path / ABOUT} has no step: it is not a description of a model") from error
     return about
 

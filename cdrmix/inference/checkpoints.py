@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from cdrmix.durable import sha256_file
 from cdrmix.errors import CheckpointError
+from cdrmix.json_text import parse_json
 
 FORMAT = 2  # 2: state.json has the fingerprints of text and tokenizer, and the step of the best checkpoint
 MANIFEST = "manifest.json"
+POINTER_BYTES = 100  # of a file that has the name of a checkpoint
+STORED_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # that weights may have in a file
 MODEL, AVERAGE, OPTIMIZER = "model", "ema", "optimizer"  # begin the names of the files: weights, average, moments
 
 
@@ -147,6 +150,30 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
 
 
+def named_checkpoint(pointer: Path) -> Path:
+    """The checkpoint that a pointer file (latest, best) names. It may be missing. Raises CheckpointError if the file
+    cannot be read or names none: it may come from elsewhere, and must not lead out of its folder."""
+    try:
+        with pointer.open("rb") as file:
+            name = file.read(POINTER_BYTES).decode("utf-8", "replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{pointer} cannot be read: {error.strerror}") from error
+    if not re.fullmatch(r"step-[0-9]+", name):
+        raise CheckpointError(
+            f"{pointer} names no checkpoint; allowed: the name of a folder beside it, such as step-00000500"
+        )
+    return pointer.with_name(name)
+
+
+def pointed(folder: Path, name: str) -> Path | None:
+    """The checkpoint that the pointer file `folder`/`name` (latest, best) names. None: there is no such file, or it
+    names no checkpoint."""
+    try:
+        return named_checkpoint(folder / name)
+    except CheckpointError:
+        return None
+
+
 def verify_checkpoint(checkpoint: Path) -> None:
     """Raises CheckpointError if a file is missing, or its size or hash differs from the manifest."""
     for name, entry in read_manifest(checkpoint)["files"].items():
@@ -186,7 +213,7 @@ def step_of(checkpoint: Path) -> int:
 def base_of(checkpoint: Path) -> str:
     """The SHA-256 of the base model of a checkpoint that has adapters alone. Raises CheckpointError."""
     try:
-        base = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["base"]
+        base = parse_json((checkpoint / "state.json").read_text(encoding="utf-8"))["base"]
     except (OSError, ValueError, LookupError) as error:
         raise CheckpointError(f"{checkpoint / 'state.json'} does not name the base model of the adapters") from error
     return str(base)
@@ -195,6 +222,24 @@ def base_of(checkpoint: Path) -> str:
 def state_dict_mismatch(weights: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> str | None:
     """Describes the first mismatch between weights and the names and shapes of a model; None if they match."""
     return shapes_mismatch({name: list(tensor.shape) for name, tensor in weights.items()}, wanted)
+
+
+def type_mismatch(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
+    """Describes the first of the weights whose type cannot stand for that of the model's tensor of the same name; None
+    if all can. Of integers without their scales, PyTorch would make numbers silently."""
+    for name, tensor in wanted.items():
+        if (found := weights.get(name)) is None or found.dtype == tensor.dtype:
+            continue
+        allowed = STORED_TYPES if tensor.is_floating_point() else (tensor.dtype,)
+        if found.dtype not in allowed:
+            names = ", ".join(map(type_name, allowed))
+            return f"has {name} with the type {type_name(found.dtype)}; the model can read {names}"
+    return None
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """float32, int8, ..."""
+    return str(dtype).removeprefix("torch.")
 
 
 def shapes_mismatch(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str | None:
@@ -232,7 +277,7 @@ def _all_plastic(names: Sequence[str]) -> bool:
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_json(path.read_text(encoding="utf-8"))
         known = manifest["format"] == FORMAT and all(_is_entry(*each) for each in manifest["files"].items())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cdrmix.config.best_metric import held_out_figure, metric_and_mode
 from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError, ConfigError
-from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, step_of, verify_weights
+from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, named_checkpoint, step_of, verify_weights
 from cdrmix.run_folder import RunFolder, read_metrics
 
 BEST, LAST = "best", "last"
@@ -64,7 +64,10 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Found:
     pointer, checkpoints = run.checkpoints / BEST, list_checkpoints(run.checkpoints)
     if not pointer.is_file() or not checkpoints:
         return Found(run.path, "the last, because none is marked as the best on held-out text")
-    best = run.checkpoints / pointer.read_text(encoding="utf-8").strip()
+    try:
+        best = named_checkpoint(pointer)
+    except CheckpointError as error:
+        return Found(run.path, f"the last, because the best on held-out text is not known: {error}")
     train = Config.from_yaml(run.config_snapshot).train
     step, last = step_of(best), step_of(checkpoints[-1])
     if step <= train.steps < last:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from cdrmix.config.schema import Config
 from cdrmix.data.tokenizer import TextTokenizer
@@ -21,13 +21,16 @@ from cdrmix.inference.checkpoints import (
     MANIFEST,
     has_average,
     list_checkpoints,
+    named_checkpoint,
     not_finite,
     read_weights,
     state_dict_mismatch,
     step_of,
+    type_mismatch,
 )
 from cdrmix.inference.choice import SUMS as SUMS
 from cdrmix.inference.rwkv_files import check_model, is_weights_file, read_rwkv7
+from cdrmix.json_text import parse_json
 from cdrmix.model.causal import CausalModel
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel, LossModule
@@ -99,9 +102,12 @@ def load_model(path: str | Path, device: torch.device | None = None) -> Loaded:
 
 
 def pointed_checkpoint(path: Path) -> Path:
-    """The checkpoint that a file `latest` or `best` in checkpoints/ names; another path as it is."""
+    """The checkpoint that a file `latest` or `best` in checkpoints/ names; another path as it is.
+
+    Raises CheckpointError if it names none.
+    """
     if path.name in ("latest", "best") and path.is_file():
-        return path.with_name(path.read_text(encoding="utf-8").strip())
+        return named_checkpoint(path)
     return path
 
 
@@ -218,17 +224,39 @@ def build(config: Config, weights: Mapping[str, Tensor], *, origin: Path) -> tup
     """A LanguageModel with the given weights, in evaluation mode, and the weights of the heads of stage B.
 
     The model has fast weights if the given weights include them; after stage A they do not.
-    Raises CheckpointError, naming `origin`, if names or shapes do not match the configuration.
+    Raises CheckpointError, naming `origin`, if names, shapes or types do not match the configuration. It is raised
+    before memory of the sizes of the configuration is allocated: both may come from elsewhere.
     """
     heads = {name: tensor for name, tensor in weights.items() if name.split(".")[0] in HEADS}
     weights = {name: tensor for name, tensor in weights.items() if name not in heads}
     plastic = any(".plastic." in name for name in weights)
-    model = LanguageModel(config.cdrmix_model, reasoning=config.reasoning if plastic else None)
-    problem = state_dict_mismatch(weights, {name: tensor.shape for name, tensor in model.state_dict().items()})
-    if problem is not None:
+    make = partial(LanguageModel, config.cdrmix_model, reasoning=config.reasoning if plastic else None)
+    blocks = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    if blocks < config.cdrmix_model.layers:  # else making the model takes as long as the configuration says
+        problem: str | None = f"has {blocks} blocks; model.layers is {config.cdrmix_model.layers}"
+    else:
+        problem = mismatch(make, weights)
+    if problem:
         raise CheckpointError(f"{origin} does not match the configuration: it {problem}")
+    model = make()
     model.load_state_dict(weights)
     return model.eval().requires_grad_(False), heads
+
+
+def mismatch(make: Callable[[], nn.Module], weights: Mapping[str, Tensor], heads: Container[str] = ()) -> str | None:
+    """Describes the first mismatch of names, shapes and types between weights and a model; None if they match.
+
+    make: makes the model; it is called on the meta device, so that it takes no memory. heads: compare only tensors
+    whose names begin with one of these.
+    """
+    try:
+        with torch.device("meta"):
+            state = make().state_dict()
+    except (RuntimeError, TypeError, OverflowError) as error:  # what PyTorch raises for a size of more than 64 bits
+        return f"cannot have the sizes that are written there: {str(error).splitlines()[0]}"
+    wanted = {name: tensor for name, tensor in state.items() if not heads or name.split(".")[0] in heads}
+    shapes = {name: tensor.shape for name, tensor in wanted.items()}
+    return state_dict_mismatch(weights, shapes) or type_mismatch(weights, wanted)
 
 
 def load_exported(path: str | Path) -> Loaded:
@@ -244,8 +272,8 @@ def load_exported(path: str | Path) -> Loaded:
     config = Config.from_yaml(path / "config_snapshot.yaml")
     weights = read_safetensors(path, sums)
     try:
-        step = int(json.loads((path / "config.json").read_text(encoding="utf-8"))["step"])
-    except (ValueError, TypeError, LookupError) as error:
+        step = int(parse_json((path / "config.json").read_text(encoding="utf-8"))["step"])
+    except (ValueError, TypeError, LookupError, OverflowError) as error:
         raise CheckpointError(f"{path / 'config.json'} has no step: it is not a description of a model") from error
     model, heads = build(config, weights, origin=path)
     template = _chat_template(path) if CHAT_TEMPLATE in sums else None
@@ -285,9 +313,11 @@ def read_sums(path: Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path / SUMS} cannot be read: the exported model is incomplete") from error
     sums: dict[str, str] = {}
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         expected, _, name = line.partition("  ")
         if len(expected) != 64 or not name or Path(name).name != name:
-            raise CheckpointError(f"{path / SUMS}: malformed line {line!r}")
+            raise CheckpointError(
+                f"{path / SUMS}:{number}: malformed; a line is a SHA-256, two spaces and the name of a file"
+            )
         sums[name] = expected
     return sums

@@ -8,6 +8,7 @@ one.
 from __future__ import annotations
 
 import pickle
+import re
 import struct
 import zipfile
 from collections import Counter
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from cdrmix.config.schema import Config, Model, Rwkv
 from cdrmix.errors import CheckpointError
+from cdrmix.inference.checkpoints import STORED_TYPES, type_name
 from cdrmix.inference.rwkv_names import (
     ALWAYS,
     VALUE_RESIDUAL,
@@ -33,13 +35,13 @@ from cdrmix.inference.rwkv_names import (
 )
 
 SUFFIXES = (".pth", ".safetensors")
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHOWN = 40  # names in an error: those of one block
 # What torch.load raises for a file that is damaged, is no pickle of tensors, or asks for code.
 _UNREADABLE = (
     RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, struct.error,
     EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OverflowError,
 )  # fmt: skip
+_GLOBAL = re.compile(r"\bGLOBAL ([\w.]+)")  # in PyTorch's message, which goes on with advice to run the code
 HEAD_SIZES: tuple[int, ...] = get_args(Rwkv.model_fields["head_size"].annotation)
 # Tensors by which the other formats are known, in the order in which they are looked for.
 _OTHER_FORMATS = (
@@ -133,29 +135,47 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        zipped = zipfile.is_zipfile(path)
+        if zipped:
+            _check_parts(path)
         # A file in the format before PyTorch 1.6 cannot be mapped.
-        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        _check_sums(path)
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except pickle.UnpicklingError as error:
+        asked = _GLOBAL.search(str(error))
+        what = f"it asks for {asked[1]}, and no code of a file is ever run" if asked else "its pickle is damaged"
+        raise CheckpointError(
+            f"{path} is damaged, or is not a file of tensors of torch.save: {what}; get the weights from their "
+            "publisher again, as safetensors if there are such"
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
     except _UNREADABLE as error:
         first = str(error).strip().split("\n")[0]
-        raise CheckpointError(f"{path} is damaged, or is not a file of tensors of torch.save: {first}") from error
+        what = "" if "weights_only" in first else f": {first}"  # not PyTorch's advice to run the code of the file
+        raise CheckpointError(f"{path} is damaged, or is not a file of tensors of torch.save{what}") from error
     if not isinstance(content, dict) or not content or not all(isinstance(name, str) for name in content):
         raise CheckpointError(f"{path} has {type(content).__name__}, not a dictionary of tensors by name")
     if others := sorted(name for name, value in content.items() if not _is_dense(value)):
-        raise CheckpointError(f"{path} must have dense tensors alone; it has something else as {', '.join(others)}")
+        raise CheckpointError(f"{path} must have dense tensors alone; it has something else as {_some(others)}")
+    # A pickle may give one number as a tensor of any shape. The embedding may be there twice, as the head.
+    elements, held = sum(tensor.nbytes for tensor in content.values()), path.stat().st_size
+    if elements > 2 * held:
+        raise CheckpointError(
+            f"{path} has tensors of {elements:,} bytes in {held:,} bytes: it is not a file of a model"
+        )
     return content
 
 
-def _check_sums(path: Path) -> None:
-    """Raises BadZipFile if a part of the file has not its checksum, which a mapped file is not compared with."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if broken := archive.testzip():
-                raise zipfile.BadZipFile(f"{broken} does not have its checksum")
+def _check_parts(path: Path) -> None:
+    """Raises BadZipFile if a part of the file has not its checksum, which a mapped file is not compared with, or is
+    compressed, which torch.save does not do and of which a small file may have any length."""
+    with zipfile.ZipFile(path) as archive:
+        if packed := [part.filename for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]:
+            raise zipfile.BadZipFile(f"{packed[0]} is compressed")
+        if broken := archive.testzip():
+            raise zipfile.BadZipFile(f"{broken} does not have its checksum")
 
 
 def _is_dense(value: object) -> bool:
@@ -194,10 +214,6 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {left:,} more" if left > 0 else "")
 
 
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _problems(tensors: Mapping[str, Tensor], sizes: _Sizes) -> list[str]:
     """What is wrong with the names, shapes and types of the tensors."""
     wanted = official_tensors(sizes.layers)
@@ -214,9 +230,9 @@ def _problems(tensors: Mapping[str, Tensor], sizes: _Sizes) -> list[str]:
         needed = [sizes.of_letter.get(letter, 0) for letter in letters.replace("1", "")]
         if shape != needed:
             problems.append(f"{name} has the shape {list(tensor.shape)}; the others need {needed}")
-        if tensor.dtype not in TYPES:
-            allowed = ", ".join(map(_type_name, TYPES))
-            problems.append(f"{name} has the type {_type_name(tensor.dtype)}; allowed: {allowed}")
+        if tensor.dtype not in STORED_TYPES:
+            allowed = ", ".join(map(type_name, STORED_TYPES))
+            problems.append(f"{name} has the type {type_name(tensor.dtype)}; allowed: {allowed}")
     heads, size, width = (sizes.of_letter.get(letter) for letter in "HND")
     if heads and size and width and heads * size != width:
         problems.append(f"att.r_k has {heads} heads of {size} channels, which are not the width {width} of the model")

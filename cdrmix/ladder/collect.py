@@ -18,6 +18,7 @@ from cdrmix.hf.export_foreign import TOLERANCE
 from cdrmix.hf.load import load_alone
 from cdrmix.inference.checkpoints import list_checkpoints, read_manifest, step_of, weight_files
 from cdrmix.inference.load import SUMS, final_weights
+from cdrmix.json_text import parse_json
 from cdrmix.ladder.evidence import exported_files, file_problems
 from cdrmix.ladder.facts import Facts
 from cdrmix.ladder.forecast import Forecast
@@ -180,7 +181,7 @@ def _measured(run: RunFolder, config: Config, trains_again: bool, say: Callable[
     """
     path = run.path / "gates" / MEASURED
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = parse_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         stored = {}
     identity = {"config_hash": config.hash(), "environment": environment()}

@@ -6,11 +6,12 @@ The statement (in-toto Statement v1) names the files of the export with their SH
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from cdrmix.durable import sha256_file, sync_folder, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError
 from cdrmix.inference.load import SUMS, read_sums
+from cdrmix.json_text import parse_json
 from cdrmix.ladder.verdict import Outcome, exit_code
 
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -116,6 +118,12 @@ def _write_sums(export: Path, sums: Mapping[str, str]) -> None:
     sync_folder(export)
 
 
+def signed_evidence(export: Path, without: str) -> dict[str, str]:
+    """The SHA-256 of the signed evidence in an export, by file name. without: a preset that is left out."""
+    paths = (path.with_name(path.name.removesuffix(SIGNATURE)) for path in sorted(export.glob(f"gates-*{SIGNATURE}")))
+    return {path.name: sha256_file(path) for path in paths if path.is_file() and path.name != exported_name(without)}
+
+
 def remove_evidence(export: Path, preset: str) -> list[Path]:
     """Removes the evidence of a preset and its signature from an export and from its SHA256SUMS. Returns the files.
 
@@ -136,13 +144,14 @@ def remove_evidence(export: Path, preset: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence in an export that was verified.
+    """Evidence in an export that was verified. time: of the judgement.
 
     outcome, stopping, lenient: of the judgement. progress: as of the function `progress`. signer: who signed it, of the
     allowed signers; None: not checked.
     """
 
     preset: str
+    time: datetime.datetime
     outcome: Outcome
     stopping: tuple[str, ...]
     lenient: str | None
@@ -156,14 +165,23 @@ class Evidence:
         return exit_code(self.outcome, self.lenient)
 
 
-def verify_evidence(export: Path, allowed_signers: Path | None = None) -> list[Evidence]:
-    """Verifies an export with SHA256SUMS, and each evidence in it with the files that it names.
+def verify_evidence(
+    export: Path,
+    allowed_signers: Path | None = None,
+    *,
+    required: Collection[str] = (),
+    not_before: datetime.datetime | None = None,
+) -> list[Evidence]:
+    """Verifies an export with SHA256SUMS, and each evidence in it with the files and earlier evidence that it names.
 
-    allowed_signers: a file as in ssh-keygen(1); then each evidence must have a signature of one of them.
+    allowed_signers: a file as in ssh-keygen(1); then each evidence must have a signature of one of them. required: the
+    presets whose evidence the export must have. not_before: the earliest time of the required evidence, or without
+    `required` of all evidence; with a time zone.
 
     Raises:
         CheckpointError: the export is none or has no evidence, or a file was changed, added or removed, or a signature
-            is missing or wrong. It names each.
+            is missing or wrong, or evidence is missing that is required or that other evidence names, or is too old. It
+            names each.
         ExportMismatchError: the files agree with SHA256SUMS, but not with the evidence: another model was judged.
         ConfigError: allowed_signers cannot be used.
     """
@@ -183,24 +201,79 @@ def verify_evidence(export: Path, allowed_signers: Path | None = None) -> list[E
     if problems:
         raise ExportMismatchError("; ".join(problems))
     signers = {path: None if allowed_signers is None else _signer(path, allowed_signers) for path in paths}
-    return [_evidence(path, contents[path]["predicate"], signers[path]) for path in paths]
+    found = [_evidence(path, contents[path]["predicate"], signers[path]) for path in paths]
+    problems = _missing_evidence(export, {each.path.name: each for each in found}, contents)
+    problems += _unmet(export, found, required, not_before)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    return found
+
+
+def _missing_evidence(
+    export: Path, found: Mapping[str, Evidence], contents: Mapping[Path, Mapping[str, Any]]
+) -> list[str]:
+    """The signed evidence that other evidence names and that is missing, or that an older one stands for. Nobody can
+    take an unfavourable judgement out of an export without also taking out all that came after it."""
+    problems = []
+    for path, content in contents.items():
+        later = found[path.name]
+        for name, digest in content["predicate"]["cdrmix"].get("before", {}).get("signed", {}).items():
+            earlier = found.get(name)
+            if earlier is None:
+                what = "is missing"
+            elif earlier.time < later.time and sha256_file(earlier.path) != digest:
+                what = f"is another one, of {_text(earlier.time)}"
+            else:
+                continue
+            problems.append(
+                f"{export / name} {what}, and {path.name} of {_text(later.time)} names it: restore it, or "
+                f"judge the run again with --preset {later.preset} --sign KEY"
+            )
+    return problems
+
+
+def _unmet(
+    export: Path, found: Sequence[Evidence], required: Collection[str], not_before: datetime.datetime | None
+) -> list[str]:
+    """The required presets of which there is no evidence, or too old evidence, as sentences."""
+    has = {each.preset: each for each in found}
+    problems = [
+        f"{export} has no evidence of {preset}, which --require-preset requires; it has that of {', '.join(has)}"
+        for preset in required
+        if preset not in has
+    ]
+    if not_before is not None:
+        problems += [
+            f"{each.path} is of {_text(each.time)}, and --not-before requires {_text(not_before)} or later: judge the "
+            f"run again with --preset {each.preset}"
+            for each in found
+            if each.time < not_before and (not required or each.preset in required)
+        ]
+    return problems
+
+
+def _text(time: datetime.datetime) -> str:
+    return time.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         known = content["_type"] == STATEMENT and content["predicateType"] == PREDICATE
         for subject in content["subject"]:
             known = known and isinstance(subject["name"], str) and len(subject["digest"]["sha256"]) == 64
         found = content["predicate"]["cdrmix"]
-        Outcome(found["outcome"])
+        evidence = _evidence(path, content["predicate"], None)
+        known = known and exported_name(evidence.preset) == path.name and evidence.time.tzinfo is not None
         known = (
-            known and isinstance(found["preset"], str) and isinstance(found["stopping"], list) and "lenient" in found
+            known and isinstance(found["stopping"], list) and all(isinstance(name, str) for name in evidence.stopping)
         )
-    except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{path} is not the evidence of a judgement: {error!r}") from error
+        known = known and isinstance(evidence.lenient, str | None)
+        known = known and all(isinstance(digest, str) for digest in found.get("before", {}).get("signed", {}).values())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not the evidence of a judgement: {type(error).__name__}") from error
     if not known:
-        raise CheckpointError(f"{path} is not an in-toto statement on a test result")
+        raise CheckpointError(f"{path} is not an in-toto statement on a test result of the preset in its name")
     return content
 
 
@@ -224,7 +297,8 @@ def _evidence(path: Path, predicate: Mapping[str, Any], signer: str | None) -> E
     found = predicate["cdrmix"]
     outcome = Outcome(found["outcome"])
     lenient, far = found["lenient"], progress(found.get("run", {}))
-    return Evidence(found["preset"], outcome, tuple(found["stopping"]), lenient, far, signer, path)
+    time = datetime.datetime.fromisoformat(found["time"])
+    return Evidence(found["preset"], time, outcome, tuple(found["stopping"]), lenient, far, signer, path)
 
 
 def progress(run: Mapping[str, Any]) -> str:

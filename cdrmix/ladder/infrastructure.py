@@ -228,7 +228,8 @@ def _sandbox(subject: _Subject) -> str:
     if missing:
         raise _NotMeasured(f"generated code cannot be run here ({'; '.join(missing)})")
     working = [name for name in layers.reasons if name not in layers.missing]
-    return f"as {layers.user}, with {', '.join(name.replace('_', ' ') for name in working)}"
+    version = f"; version {layers.landlock_abi} of Landlock" if layers.landlock_abi else ""
+    return f"as {layers.user}, with {', '.join(name.replace('_', ' ') for name in working)}{version}"
 
 
 # In this order: the later ones use what the earlier ones made.

@@ -26,6 +26,7 @@ from cdrmix.ladder.evidence import (
     file_problems,
     progress,
     sign,
+    signed_evidence,
     statement,
 )
 from cdrmix.ladder.facts import Facts
@@ -251,6 +252,11 @@ def _write(
     evidence = folder / f"{judgement.preset}.json"
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     predicate = _predicate(judgement, checks, facts, hashlib.sha256(facts_bytes).hexdigest(), custom, now)
+    former = (folder / HISTORY).read_bytes() if (folder / HISTORY).is_file() else b""
+    predicate["cdrmix"]["before"] = {
+        "history": {"lines": former.count(b"\n"), "sha256": hashlib.sha256(former).hexdigest()},
+        "signed": {} if export is None else signed_evidence(export, judgement.preset),
+    }
     text = statement(subjects, predicate)
     signed = None if sign_with is None else _signature(text, sign_with)  # if that fails, nothing is written
     write_atomically(facts_file, facts_bytes)

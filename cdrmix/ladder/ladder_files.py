@@ -7,7 +7,6 @@ written once, judgements/RUNG/NUMBER.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from cdrmix.durable import sha256_file, write_atomically
 from cdrmix.errors import LedgerError
 from cdrmix.inference.load import SUMS, read_sums
+from cdrmix.json_text import parse_json
 from cdrmix.ladder.evidence import SIGNATURE, exported_files, is_evidence
 from cdrmix.ladder.ledger import REMEDY, Entry, check_files
 from cdrmix.run_folder import RunFolder
@@ -122,7 +122,7 @@ def read_suites(path: Path, weights: dict[str, str]) -> dict[str, dict[str, Any]
     weights: the SHA-256 of the files of weights of the model. {} without a file.
     """
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = parse_json(path.read_text(encoding="utf-8"))
         return {
             result["suite"]: result
             for result in stored

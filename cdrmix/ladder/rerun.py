@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from cdrmix.compare import compare, first_metric_difference
 from cdrmix.config.schema import Config
 from cdrmix.errors import CdrmixError, Preempted
 from cdrmix.inference.checkpoints import list_checkpoints, step_of
+from cdrmix.json_text import parse_json
 from cdrmix.run_folder import RunFolder, environment, read_metrics
 from cdrmix.training.callbacks import Callback
 from cdrmix.workflow import run_all
@@ -79,7 +79,7 @@ def processes_of(run: RunFolder) -> int | None:
     """The number of processes that wrote the newest checkpoint; None without a checkpoint that says it."""
     for checkpoint in reversed(list_checkpoints(run.checkpoints)):
         try:
-            return int(json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["processes"])
+            return int(parse_json((checkpoint / "state.json").read_text(encoding="utf-8"))["processes"])
         except (OSError, ValueError, LookupError, TypeError):
             continue
     return None

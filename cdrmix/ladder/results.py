@@ -5,7 +5,6 @@ A result counts for a model only if it names the files of weights of that model.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from cdrmix.durable import sha256_file
 from cdrmix.errors import ConfigError
+from cdrmix.json_text import parse_json
 
 FIELDS = ("name", "value", "low", "high", "count", "problem")
 
@@ -25,7 +25,7 @@ def read_results(paths: Sequence[Path]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for path in paths:
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = parse_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"--results {path}: cannot be read: {error.strerror}") from error
         except ValueError as error:
@@ -57,7 +57,7 @@ def read_forecast(path: Path) -> dict[str, Any]:
     Raises ConfigError, naming the file, for one that is not such a file.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--forecast {path}: cannot be read: {error.strerror}") from error
     except ValueError as error:

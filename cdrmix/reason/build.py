@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from cdrmix.config.schema import Config, Model
 from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CheckpointError
-from cdrmix.inference.checkpoints import state_dict_mismatch
-from cdrmix.inference.load import HEADS, Loaded
+from cdrmix.inference.load import HEADS, Loaded, mismatch
 from cdrmix.model.feed_forward.moe import MoeFeedForward
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent import imitation as _imitation  # noqa: F401  # these register their phases
@@ -49,11 +49,11 @@ def build_model(config: Config, *, whole: bool = False) -> StageBModel:
 def load_stage_b(loaded: Loaded) -> StageBModel:
     """A trained model with its heads, in evaluation mode, on its device. CheckpointError if names or shapes differ."""
     assert loaded.config.reasoning is not None
-    model = with_heads(loaded.model, loaded.config.cdrmix_model, loaded.config.reasoning)
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items() if name.split(".")[0] in HEADS}
-    problem = state_dict_mismatch(loaded.heads, wanted)
+    make = partial(with_heads, loaded.model, loaded.config.cdrmix_model, loaded.config.reasoning)
+    problem = mismatch(make, loaded.heads, HEADS)  # the sizes may come from elsewhere
     if problem is not None:
         raise CheckpointError(f"the heads of step {loaded.step} do not match the configuration: the model {problem}")
+    model = make()
     model.load_state_dict(dict(loaded.heads), strict=False)
     return model.to(loaded.model.embedding.weight.device).eval().requires_grad_(False)
 

@@ -22,6 +22,7 @@ from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError, MemoryLogError
+from cdrmix.json_text import parse_json
 from cdrmix.model.decoding import prefill
 from cdrmix.reason.episodes import Episodes, EpisodeSource
 from cdrmix.reason.memory.episode_log import LOG, NEVER, Floats
@@ -166,7 +167,7 @@ def _check_model(folder: Path, model: StageBModel, tokenizer: TextTokenizer) -> 
         write_atomically(path, json.dumps(identity, indent=1) + "\n")
         return
     try:
-        recorded = json.loads(path.read_bytes())
+        recorded = parse_json(path.read_bytes())
     except ValueError as error:
         raise MemoryLogError(f"{path} is damaged: {error}") from error
     if recorded != identity:

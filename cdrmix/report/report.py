@@ -64,7 +64,7 @@ def page(
     curves, loads: the pictures of the run, light and dark; no loads where nothing was routed. results: sections that
     follow the figures of the whole held-out text.
     """
-    config = run.config_snapshot.read_text(encoding="utf-8")
+    config = run.config_snapshot.read_text(encoding="utf-8", errors="replace")
     sections = [
         f"<header><h1>{escaped(summary.get('name', 'run'))}</h1><p class=soft>{escaped(run.path.name)}</p>"
         + (f"<p>{escaped(summary['not_trained'])}</p>" if summary.get("not_trained") else "")

@@ -47,6 +47,7 @@ from cdrmix.inference.checkpoints import (
     optimizer_files,
     shapes_mismatch,
 )
+from cdrmix.json_text import parse_json
 from cdrmix.run_folder import RunFolder, check_text
 from cdrmix.training.checkpoint_writer import CheckpointWriter, Contents, when_full
 from cdrmix.training.copies import HostCopies, on_cpu
@@ -265,7 +266,7 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
     when the checkpoint does not fit the model.
     """
     world = engine.world
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state = _read_state(checkpoint)
     # A tokenizer that is trained on the text changes with the text, which check_text reports.
     if state["tokenizer"] != fingerprints.tokenizer and config.data.tokenizer.path is not None:
         raise VocabularyError(
@@ -299,13 +300,27 @@ def load_checkpoint(engine: Engine, checkpoint: Path, config: Config, fingerprin
     # Processes that divide the layers must draw the same numbers: they have those of the first of them.
     generators = checkpoint / f"rng-rank{world.rank - world.rank % world.tensor_parallel}.json"
     if generators.exists():  # additional processes keep their new generators
-        _set_random_state(json.loads(generators.read_text(encoding="utf-8")), world)
+        _set_random_state(parse_json(generators.read_text(encoding="utf-8")), world)
     return _progress(state)
 
 
 def read_progress(checkpoint: Path) -> Progress:
     """The progress of a run at a checkpoint."""
-    return _progress(json.loads((checkpoint / "state.json").read_text(encoding="utf-8")))
+    return _progress(_read_state(checkpoint))
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    """state.json of a checkpoint. Raises CheckpointError if it lacks what a run is continued from."""
+    path = checkpoint / "state.json"
+    try:
+        state = parse_json(path.read_text(encoding="utf-8"))
+        texts = all(isinstance(state[name], str) for name in ("tokenizer", "text", "config_hash"))
+        whole = texts and isinstance(state["loss_scale"], dict) and _progress(state).step >= 0
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read, and the run cannot be continued from it") from error
+    if not whole:
+        raise CheckpointError(f"{path} is not the state of a training, and the run cannot be continued from it")
+    return dict(state)
 
 
 def _progress(state: dict[str, Any]) -> Progress:
@@ -318,7 +333,7 @@ def _progress(state: dict[str, Any]) -> Progress:
 def differences(checkpoint: Path, engine: Engine) -> list[str]:
     """Differences from the processes that wrote a checkpoint, as far as they change the rounding."""
     parallel = dict.fromkeys(("expert_parallel", "sequence_parallel", "tensor_parallel", "pipeline_parallel"), 1)
-    state = parallel | json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state = parallel | _read_state(checkpoint)
     now = _layout(engine)
     return [
         f"{name}: {state[name]} before, {count} now" for name, count in now.items() if state.get(name, count) != count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,11 @@ from cdrmix.config.best_metric import held_out_figure, metric_and_mode
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard
 from cdrmix.errors import CheckpointError, ConfigError, DiskFullError
-from cdrmix.inference.checkpoints import MANIFEST, damages, list_checkpoints, read_manifest, step_of
+from cdrmix.inference.checkpoints import MANIFEST, damages, list_checkpoints, named_checkpoint, read_manifest, step_of
+from cdrmix.json_text import parse_json
 from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training.mirror import ABOUT, Mirror, damaged_files, give_id, synchronise
-from cdrmix.training.retention import BEST, Rules, pointed, reasons_to_keep, set_aside
+from cdrmix.training.retention import BEST, LATEST, Rules, reasons_to_keep, set_aside
 
 QUEUED = "queued"  # a reason to keep a checkpoint: the evaluation beside the training has it in its queue
 ONLY = "the only complete one"
@@ -114,10 +114,16 @@ def verify_run(path: Path) -> tuple[int, list[str]]:
     if not found:
         raise CheckpointError(f"{path} has no checkpoints")
     problems = [problem for checkpoint in found for problem in damages(checkpoint)]
-    for name in ("latest", BEST):
-        target = pointed(run.checkpoints, name)
-        if target is not None and not target.is_dir():
-            problems.append(f"{run.checkpoints / name} names {target.name}, which does not exist")
+    for pointer in (run.checkpoints / LATEST, run.checkpoints / BEST):
+        if not pointer.exists():
+            continue
+        try:
+            target = named_checkpoint(pointer)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if not target.is_dir():
+            problems.append(f"{pointer} names {target.name}, which does not exist")
     if (path / ABOUT).is_file():
         problems += damaged_files(path)
     return len(found), problems
@@ -260,8 +266,8 @@ def _queued(run: RunFolder) -> set[str]:
 
 def _tokens(checkpoint: Path) -> int | None:
     try:
-        return int(json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["progress"]["tokens"])
-    except (OSError, ValueError, LookupError, TypeError):
+        return int(parse_json((checkpoint / "state.json").read_text(encoding="utf-8"))["progress"]["tokens"])
+    except (OSError, ValueError, LookupError, TypeError, OverflowError):
         return None
 
 

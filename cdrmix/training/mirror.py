@@ -27,9 +27,10 @@ from typing import Any
 
 from cdrmix.durable import is_disk_full, sha256_file, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError
-from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, read_manifest
+from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, pointed, read_manifest
+from cdrmix.json_text import parse_json
 from cdrmix.run_folder import EXTENSIONS, RunFolder
-from cdrmix.training.retention import BEST, Rules, pointed, reasons_to_keep
+from cdrmix.training.retention import BEST, Rules, reasons_to_keep
 
 ABOUT = "mirror.json"
 ID = "mirror_id"  # key of metrics.json: names the run, wherever its folder is
@@ -294,7 +295,7 @@ def remove(checkpoint: Path) -> None:
 def read_about(path: Path) -> dict[str, Any]:
     """mirror.json of a mirrored run. Raises ConfigError if it is damaged."""
     try:
-        about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+        about = parse_json((path / ABOUT).read_text(encoding="utf-8"))
         texts = [about[name] for name in ("run", "id", "config_hash", "writer", "host", "since")]
         files = about["files"]
         whole = all(isinstance(text, str) for text in texts) and Path(about["run"]).name == about["run"]

@@ -12,10 +12,10 @@ from typing import Any
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard, sync_folder, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError
-from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints
+from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, pointed
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.mirror import ABOUT, CHANGING, ID, copy_checkpoint, copy_file, read_about
-from cdrmix.training.retention import BEST, pointed
+from cdrmix.training.retention import BEST
 
 Say = Callable[[str], None]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from cdrmix.config.schema import Train
 from cdrmix.errors import CheckpointError
-from cdrmix.inference.checkpoints import list_checkpoints, read_manifest, step_of
+from cdrmix.inference.checkpoints import list_checkpoints, pointed, read_manifest, step_of
 
 LAST, BEST, EVERY = "last", "best", "every"  # reasons to keep a checkpoint
 LEFT = 3600.0  # seconds
@@ -93,15 +93,6 @@ def _is_begun_alone(run: Path) -> bool:
         return {path.name for path in run.iterdir()} <= first and not any((run / "checkpoints").glob("*"))
     except (FileNotFoundError, NotADirectoryError):
         return False
-
-
-def pointed(folder: Path, name: str) -> Path | None:
-    """The checkpoint that the pointer file `folder`/`name` (latest, best) names. None: there is no such file."""
-    try:
-        target = (folder / name).read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, UnicodeDecodeError):
-        return None
-    return folder / Path(target).name if target else None
 
 
 def is_periodic(checkpoint: Path) -> bool:

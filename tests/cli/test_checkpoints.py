@@ -91,6 +91,24 @@ def test_every_damaged_file_is_named(run: RunFolder, capsys: Captured) -> None:
     assert main(["checkpoints", "verify", str(run.checkpoints / "step-00000008")]) == 0
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"..", b"../..\n", b"/etc\n", b"step-00000002/../step-00000004", b"\xff\xfe", b"\0", b"x" * 10_000_000],
+)
+def test_a_pointer_that_names_no_checkpoint(content: bytes, run: RunFolder, capsys: Captured) -> None:
+    """By whatever reads latest and best: it is told, and nothing outside of the folder is read or removed."""
+    for name in ("latest", "best"):
+        (run.checkpoints / name).write_bytes(content)
+        assert main(["generate", "--model", str(run.checkpoints / name)]) == 5
+        assert f"{run.checkpoints / name} names no checkpoint; allowed:" in capsys.readouterr().err
+    assert main(["checkpoints", "verify", str(run.path)]) == 5
+    assert capsys.readouterr().out.count("names no checkpoint") == 2
+    assert main(["generate", "--model", str(run.path), "--checkpoint", "best", "--max-new-tokens", "1"]) == 0
+    assert main(["checkpoints", "prune", str(run.path), "--keep-last", "1"]) == 0
+    assert steps(run.path)[-1] == 8
+    capsys.readouterr()
+
+
 def test_prune_follows_the_rules(run: RunFolder, capsys: Captured) -> None:
     queue = run.path / "eval" / "queue"
     shutil.copytree(run.checkpoints / "step-00000004", queue / "step-00000004")

@@ -17,6 +17,7 @@ from in_process import main
 from safetensors.torch import load_file, save_file
 
 from cdrmix.durable import sha256_file
+from cdrmix.ladder.evidence import PREDICATE, STATEMENT
 from cdrmix.ladder.facts import Facts
 from cdrmix.ladder.judgement import decide, judge
 from cdrmix.ladder.presets import preset
@@ -229,6 +230,81 @@ def test_signatures(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert gate("--model", run, "--preset", "quick") == 0  # without a signature: the old one is removed
     assert verify(export, "--allowed-signers", tmp_path / "allowed_key") == 5
     assert "has no signature" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
+def test_an_unfavourable_judgement_cannot_be_taken_away(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Signed evidence names what was signed before it, and what is relied on can be required by preset and time."""
+    key, signers = tmp_path / "key", tmp_path / "signers"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    signers.write_text(f"me@example.com {(tmp_path / 'key.pub').read_text()}")
+    export, kept = run / "export", tmp_path / "kept"
+
+    def judged(name: str, code: int, *words: str) -> None:
+        assert gate("--model", run, "--preset", name, "--sign", key, *words) == code
+
+    def verified(*words: str) -> tuple[int, str]:
+        capsys.readouterr()
+        return verify(export, "--allowed-signers", signers, *words), capsys.readouterr().err
+
+    judged("quick", 0)
+    assert verified("--require-preset", "quick")[0] == 0
+    code, error = verified("--require-preset", "standard", "--require-preset", "quick")
+    assert (code, "has no evidence of standard, which --require-preset requires; it has that of quick" in error) == (
+        5,
+        True,
+    )
+    assert verified("--not-before", "2020-01-01T00:00Z")[0] == 0
+    code, error = verified("--not-before", "2100-01-01T00:00+01:00")
+    assert (code, "--not-before requires 2099-12-31T23:00:00Z or later" in error) == (5, True)
+    with pytest.raises(SystemExit, match="2"):
+        verified("--not-before", "2100-01-01")
+    assert "must be a time with a zone" in capsys.readouterr().err
+
+    shutil.copytree(export, kept)  # with the favourable one alone
+    judged("full", 15, "--no-measure")
+    judged("quick", 0)
+    assert verified()[0] == 15
+    before = json.loads((export / "gates-quick.json").read_text())["predicate"]["cdrmix"]["before"]
+    assert list(before["signed"]) == ["gates-full.json"]
+    lines = (run / "gates" / "history.jsonl").read_bytes().splitlines(keepends=True)
+    assert before["history"] == {"lines": 2, "sha256": hashlib.sha256(b"".join(lines[:2])).hexdigest()}
+    assert main(["evidence", "remove", str(export), "--preset", "full"]) == 0  # writes SHA256SUMS again
+    code, error = verified()
+    assert (code, "gates-full.json is missing, and gates-quick.json of " in error) == (5, True)
+
+    for name in (
+        "gates-quick.json",
+        "gates-quick.json.sig",
+    ):  # another preset's evidence under the name that is required
+        shutil.copy(kept / name, export / name.replace("quick", "full"))
+    lines = [f"{sha256_file(path)}  {path.name}\n".encode() for path in export.glob("gates-full*")]
+    overwrite(export / "SHA256SUMS", (export / "SHA256SUMS").read_bytes() + b"".join(lines))
+    code, error = verified("--require-preset", "full")
+    assert (code, "gates-full.json is not an in-toto statement on a test result of the preset" in error) == (
+        5,
+        True,
+    )
+
+
+@pytest.mark.parametrize("change", ["time", "run", "stopping", "before", "lenient", "outcome", "preset"])
+@pytest.mark.parametrize("value", [None, 7, "text", [1], {"signed": 1, "finished": False}])
+def test_evidence_is_data(run: Path, change: str, value: object) -> None:
+    """Of whatever kind the values are: an exit code, and no traceback."""
+    path = run / "export" / "gates-quick.json"
+    subjects = [
+        {"name": each.name, "digest": {"sha256": sha256_file(each)}}
+        for each in (run / "export").iterdir()
+        if each.name != "SHA256SUMS"
+    ]
+    predicate = {"preset": "quick", "time": "2026-01-01T00:00:00Z", "outcome": "PASS", "stopping": [], "lenient": None}
+    content = {"_type": STATEMENT, "predicateType": PREDICATE, "subject": subjects}
+    path.write_text(json.dumps(content | {"predicate": {"cdrmix": predicate | {change: value}}}))
+    sums = run / "export" / "SHA256SUMS"
+    overwrite(sums, sums.read_bytes() + f"{sha256_file(path)}  {path.name}\n".encode())
+    assert verify(run / "export") in (0, 5, 14, 15)
 
 
 CUSTOM = """

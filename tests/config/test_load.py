@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,55 @@ def test_a_base_that_is_no_file(base: str, tmp_path: Path) -> None:
     headline, problem, *_ = message(write(tmp_path, a=f"base: {base}\n")).splitlines()
     assert headline == "the configuration has one problem:"
     assert problem.startswith("a.yaml:1: base: ")
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "root:x:0:0:secret:/root:/bin/sh\nother:secret:1:1::/:/bin/sh\n",
+        "secret: secret\npassword: secret\n",
+        "[secret]\nsecret = secret\n",
+        "- secret\n",
+        "secret",
+        "'secret",
+        "*secret",
+        "a: !secret secret\n",
+        "&secret a: &secret b\n",
+        '"secret \\q"',
+        "%secret secret\n---\n",
+        "%YAML secret\n---\n",
+        "a: b: secret\n",
+        "a:\n\tsecret: secret\n",
+        "? secret\n: secret\n? secret\n: secret\n",
+        "{secret: secret,\nsecret",
+        "secret\n\x01secret",
+        "- !!binary secret",
+        "[secret]: secret",
+        "secret: &a [*a, *a]",
+    ],
+)
+@pytest.mark.parametrize("where", ["base", "itself", "snapshot"])
+def test_no_line_of_a_file_that_is_no_configuration_is_shown(where: str, secret: str, tmp_path: Path) -> None:
+    """It may be a file of the system, named by a configuration that comes from elsewhere."""
+    (tmp_path / "shadow").write_text(secret)
+    path = tmp_path / "shadow"
+    if where == "snapshot":
+        path = tmp_path / "config_snapshot.yaml"
+        path.symlink_to("shadow")
+    if where == "base":
+        path = write(tmp_path, a="base: shadow\nrun: {}\n")
+    with pytest.raises(ConfigError) as raised:
+        Config.from_yaml(path)
+    assert "secret" not in str(raised.value).replace(str(tmp_path), "")
+    assert re.search(r"(shadow|config_snapshot.yaml):[0-9]+: ", str(raised.value))
+
+
+def test_a_snapshot_inherits_from_no_file(tmp_path: Path) -> None:
+    write(tmp_path, shared=GOOD)
+    path = tmp_path / "config_snapshot.yaml"
+    path.write_text("run: {name: a}\nbase: shared.yaml\n")
+    with pytest.raises(ConfigError, match=r"config_snapshot\.yaml:2: base: a snapshot inherits from no file"):
+        Config.from_yaml(path)
 
 
 def test_syntax_of_a_base_is_shown_there(tmp_path: Path) -> None:

@@ -170,6 +170,65 @@ def test_a_kernel_without_the_layers_is_refused(monkeypatch: pytest.MonkeyPatch,
         assert [verdict.outcome for verdict in verdicts] == ["passed", "failed"]
 
 
+# Every way of opening a file other than for reading, and the calls that change its size. Prints nothing: a refusal that
+# is missing ends the program with an AssertionError.
+OPENINGS = """
+import ctypes, errno, itertools, os, platform
+libc, path = ctypes.CDLL(None, use_errno=True), {path!r}.encode()
+opens = {{"x86_64": {{"open": 2, "creat": 85, "truncate": 76, "ftruncate": 77, "openat": 257}},
+          "aarch64": {{"truncate": 45, "ftruncate": 46, "openat": 56}}}}[platform.machine()]
+descriptor = os.open(path, os.O_RDONLY)
+calls = {{"openat2": (437, -100, path, ctypes.create_string_buffer(os.O_TRUNC.to_bytes(24, "little"), 24), 24)}}
+for name, *arguments in (("creat", path, 0o600), ("truncate", path, 0), ("ftruncate", descriptor, 0)):
+    if name in opens:
+        calls[name] = (opens[name], *arguments)
+other = [os.O_CREAT, os.O_TRUNC, os.O_APPEND, os.O_CLOEXEC, 0o100000, os.O_TMPFILE]
+for mode, *bits in itertools.product((os.O_RDONLY, os.O_WRONLY, os.O_RDWR, 3), *((0, bit) for bit in other)):
+    flags = mode
+    for bit in bits:
+        flags |= bit
+    if flags & 3 or flags & (os.O_CREAT | os.O_TRUNC):
+        calls[f"openat {{flags:o}}"] = (opens["openat"], -100, path, flags, 0o600)
+        calls[f"openat {{flags:o}} and high bits"] = (opens["openat"], -100, path, flags | 1 << 40, 0o600)
+        if "open" in opens:
+            calls[f"open {{flags:o}}"] = (opens["open"], path, flags, 0o600)
+libc.syscall.argtypes = None
+let = {{name for name, (number, *arguments) in calls.items()
+       if libc.syscall(number, *(ctypes.c_long(each) if isinstance(each, int) else each for each in arguments)) >= 0
+       or ctypes.get_errno() != errno.EPERM}}
+assert not let, sorted(let)
+assert os.read(descriptor, 9) == b"kept"
+"""
+
+
+@pytest.mark.parametrize("version", [1, 2, None])
+def test_no_opening_changes_a_file_that_a_program_may_read(
+    version: int | None, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also under versions 1 and 2 of Landlock, which let a program empty the files that it may read and that its user
+    owns, as those of an interpreter in the home folder."""
+    file, server = tmp_path / "library.py", tmp_path / "server.py"
+    file.write_text("kept")
+    file.chmod(0o666)
+    for path in (tmp_path, *tmp_path.parents):
+        if path.is_relative_to(Path(os.environ.get("TMPDIR", "/tmp"))) and os.geteuid() == 0:
+            path.chmod(0o777)
+    text = sandbox_module.SERVER.read_text().replace('"/usr/lib64"}', f'"/usr/lib64", {str(tmp_path)!r}}}')
+    if version is not None:
+        text = text.replace('call("syscall", 444, None, 0, 1)', str(version))
+    server.write_text(text)
+    monkeypatch.setattr(sandbox_module, "SERVER", server)
+    with Sandbox(seconds=10, workers=1) as emulated:
+        assert emulated.layers.as_json()["landlock_abi"] == (version or sandbox.layers.landlock_abi)
+        assert emulated.run([Program(OPENINGS.format(path=str(file)))])[0][:2] == ("passed", "")
+    assert file.read_text() == "kept"
+    without = server.read_text().replace("\nCHANGES = ", "\nCHANGES = 0 #")
+    assert without != server.read_text()
+    server.write_text(without)
+    with pytest.raises(ConfigError, match="seccomp: it did not hold a trial"), Sandbox(workers=1):
+        pass
+
+
 def test_refused_user_namespaces_are_told() -> None:
     """In a user namespace that may have none inside. Landlock and seccomp still hold."""
     if shutil.which("unshare") is None or probe().missing:

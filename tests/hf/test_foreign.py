@@ -26,6 +26,7 @@ from cdrmix.config.schema_huggingface import _vocab_size
 from cdrmix.data.loader import EvalLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import CdrmixWarning, Preempted
+from cdrmix.hf.export import write_sums
 from cdrmix.hf.foreign import _Experts, base_model
 from cdrmix.run_folder import RunFolder
 
@@ -231,6 +232,32 @@ def wider(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(described))
 
 
+def described(folder: Path, **sizes: object) -> None:
+    """A description of another model than that of the files."""
+    content = json.loads((folder / "config.json").read_text()) | sizes
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+def of_integers(folder: Path) -> None:
+    """Integers without their scales, and no description of a quantization."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# Sizes that no file of this length holds: they are compared before memory is allocated, and before layers are made.
+NOT_HELD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "layers": (
+        functools.partial(described, num_hidden_layers=500_000),
+        "describes 500,000 layers, and the weights are",
+    ),
+    "width": (functools.partial(described, hidden_size=1 << 20), "32]"),
+    "overflow": (functools.partial(described, intermediate_size=1 << 62), "describes no model that can be made"),
+    "no heads": (functools.partial(described, num_attention_heads=0), "integer modulo by zero"),
+    "types": (of_integers, "has model.norm.weight with the type"),
+}
+
+
 def lacks_a_tensor(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.norm.weight"]
@@ -273,6 +300,7 @@ def list_of_nothing(folder: Path) -> None:
         (wrong_index, "says that part.safetensors has nowhere, but it has not: the index is wrong", 2),
         (index_without_metadata, 'lacks what transformers reads: add the key "metadata": {}', 2),
         (wider, "and config.json describes one with [", 2),
+        *((*NOT_HELD[name], 2) for name in ("layers", "no heads", "types")),
         (lacks_a_tensor, "lacks 1 tensors of its architecture, the first is model.norm.weight", 2),
         (not_a_number, "tensors with values that are NaN or infinite, the first is model.embed_tokens.weight", 2),
         (own_head, "is not the embedding, and config.json says that it is (tie_word_embeddings: true)", 2),
@@ -298,6 +326,22 @@ def test_folders_that_are_refused(
     path = write("refused", {"path": str(folder)}, "model")
     assert main(["train", "--config", str(path)]) == code
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", NOT_HELD)
+def test_exports_whose_description_is_of_another_model_are_refused(
+    name: str, finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With hashes that agree, as one who sends such an export writes them."""
+    folder = tmp_path / "model"
+    shutil.copytree(finished.export, folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    (folder / "SHA256SUMS").unlink()
+    NOT_HELD[name][0](folder)
+    write_sums(folder)
+    assert main(["generate", "--model", str(folder)]) == 5
+    assert NOT_HELD[name][1] in " ".join(capsys.readouterr().err.split())
 
 
 def test_tensors_that_the_architecture_has_not_are_told(finished: RunFolder, write: Write, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -234,9 +235,27 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     torch.save({"emb.weight": Harmful()}, "old.pth", _use_new_zipfile_serialization=False)
     Path("plain.pth").write_bytes(pickle.dumps({"emb.weight": Harmful()}, protocol=2))
     for name in ("zipped.pth", "old.pth", "plain.pth"):
-        with pytest.raises(CheckpointError, match=rf"{name} is damaged, or is not a file of tensors"):
+        with pytest.raises(CheckpointError, match=rf"{name} is damaged, or is not a file of tensors") as raised:
             read_rwkv7(Path(name))
+        assert "weights_only" not in str(raised.value), "no advice to run the code"
+        assert "option" not in str(raised.value)
+        if name != "plain.pth":
+            assert "it asks for exec, and no code of a file is ever run" in str(raised.value)
     assert not Path("harmed").exists()
+
+
+def test_a_small_file_takes_no_large_memory(tmp_path: Path) -> None:
+    """One number as a tensor of any shape, and a compressed part, which torch.save writes never."""
+    large, packed = tmp_path / "large.pth", tmp_path / "packed.pth"
+    torch.save({name: tensor[:1].flatten()[:1].expand(1 << 40) for name, tensor in public_weights().items()}, large)
+    with pytest.raises(CheckpointError, match=r"large\.pth has tensors of [0-9,]+ bytes in [0-9,]+ bytes"):
+        read_rwkv7(large)
+    torch.save(public_weights(layers=1), large)
+    with zipfile.ZipFile(large) as whole, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for part in whole.namelist():
+            archive.writestr(part, whole.read(part))
+    with pytest.raises(CheckpointError, match=r"packed\.pth is damaged.*is compressed"):
+        read_rwkv7(packed)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

@@ -148,7 +148,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "edited checksums": (
         lambda root: append(run_of(root, "toy-b") / "export" / "SHA256SUMS"),
-        "export/SHA256SUMS: malformed line",
+        "export/SHA256SUMS:12: malformed; a line is a SHA-256",
     ),
     "a line less of checksums": (
         lambda root: cut_sums(run_of(root, "toy-b") / "export" / "SHA256SUMS"),

@@ -22,6 +22,7 @@ from cdrmix.data.chat.sandbox import Sandbox, TooMuchWork, bounded
 from cdrmix.data.sources.base import BadRecord
 from cdrmix.data.sources.conversations import UNTRAINED, Conversation
 from cdrmix.errors import ConfigError
+from cdrmix.json_text import parse_json
 
 CHATML = """\
 {%- for message in messages %}
@@ -221,7 +222,7 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        described = json.loads(path.read_text(encoding="utf-8"))
+        described = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"template: {path} cannot be read: {error}; save the tokenizer again") from error
     if not isinstance(described, dict):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cdrmix.durable import disk_guard, write_atomically
+from cdrmix.json_text import parse_json
 
 VERSION = 1
 
@@ -66,7 +67,7 @@ class IndexCache:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            manifest = json.loads(self._manifest.read_bytes())
+            manifest = parse_json(self._manifest.read_bytes())
         except (FileNotFoundError, ValueError):  # ValueError: neither JSON nor UTF-8
             return None
         kinds = {"version": int, "kind": str, "commits": int, "digest": str, "bytes": int, "sha256": str}
