@@ -214,18 +214,18 @@ def written(rows: list[Any], container: str) -> bytes | None:
         if container == "jsonl.gz":
             return gzip.compress(text, mtime=0)
         return zstandard.compress(text) if container == "jsonl.zst" else text
+    names = list(dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row))
+    if not names or not all(isinstance(row, dict) for row in rows):
+        return None
     if container == "parquet":
         try:
-            table = pa.Table.from_pylist(rows)
+            table = pa.table({name: [row.get(name) for row in rows] for name in names})
             buffer = io.BytesIO()
             pq.write_table(table, buffer)
         except (pa.ArrowException, UnicodeError, OverflowError, TypeError, AttributeError, ValueError):
             return None  # its columns have one type each
         return buffer.getvalue()
-    names = list(dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row))
-    if not names or any(
-        not isinstance(row, dict) or any(not isinstance(v, str | int) for v in row.values()) for row in rows
-    ):
+    if not all(isinstance(value, str | int) for row in rows for value in row.values()):
         return None
     file = io.StringIO(newline="")
     writer = csv.DictWriter(file, names)

@@ -427,6 +427,34 @@ MUTATIONS = (
         "        return {key: _mapped(item, change) for key, item in value.items()}",
         ("tests/data/test_chat.py::test_special_tokens_in_names_of_fields_stay_text",),
     ),
+    Mutation(
+        "a lock whose file was removed lets in who had waited for it",
+        "cdrmix/durable.py",
+        "            if _is_file_at(file, path):",
+        "            if True:",
+        ("tests/test_durable.py",),
+    ),
+    Mutation(
+        "a turn that is to have no loss is trained on",
+        "cdrmix/data/sources/conversations.py",
+        "message.update({UNTRAINED: True} if untrained else {})",
+        "message.update({})",
+        ("tests/data/test_chat.py",),
+    ),
+    Mutation(
+        "pages that differ in a route are one",
+        "cdrmix/data/cleaning/urls.py",
+        '    if not fragment.startswith(("!", "/")):',
+        "    if True:",
+        ("tests/data/test_urls.py",),
+    ),
+    Mutation(
+        "training a tokenizer cuts no words",
+        "cdrmix/data/tokenizer.py",
+        "_splitting(LONGEST_WORD)",
+        "_splitting(1 << 20)",
+        ("tests/data/test_tokenizer.py",),
+    ),
     # model
     Mutation(
         "RWKV-7: the token shift reads over the border of a document",
@@ -441,6 +469,34 @@ MUTATIONS = (
         "after = TimeMixCache(context.last(x), last)",
         "after = TimeMixCache(x[:, 0], last)",
         ("tests/model/test_language_model.py",),
+    ),
+    Mutation(
+        "filling goes to experts",
+        "cdrmix/model/feed_forward/router.py",
+        "keep_T = None if tokens is None else tokens.is_token_R",
+        "keep_T = None",
+        ("tests/model/test_filling.py",),
+    ),
+    Mutation(
+        "filling counts for the capacity of experts",
+        "cdrmix/model/feed_forward/router.py",
+        "self.capacity(len(x_TD if tokens is None else tokens.places_N))",
+        "self.capacity(len(x_TD))",
+        ("tests/model/test_filling.py",),
+    ),
+    Mutation(
+        "filling takes the place of tokens in Mixture-of-Depths",
+        "cdrmix/model/depth.py",
+        "scores_T.masked_fill(~tokens.is_token_R, math.inf)",
+        "scores_T",
+        ("tests/model/test_filling.py",),
+    ),
+    Mutation(
+        "validations measure the raw weights beside an average",
+        "cdrmix/training/trainer.py",
+        "        with self.engine.averaged():  #",
+        "        if True:  #",
+        ("tests/training/test_stage_a.py::test_validations_and_the_best_are_of_the_average_that_is_exported",),
     ),
     # stage B
     Mutation(
@@ -595,9 +651,9 @@ MUTATIONS = (
     ),
     Mutation(
         "conversations: train_on: last is ignored",
-        "cdrmix/data/chat/rendering.py",
-        'slice(-1, None) if self.train_on == "last" else slice(None)',
-        "slice(None)",
+        "cdrmix/data/sources/conversations.py",
+        'turns[-1 if which == "last" else 0 :]',
+        "turns",
         ("tests/data/test_chat.py::test_train_on_all_and_the_last_turn",),
     ),
     Mutation(
@@ -761,6 +817,27 @@ MUTATIONS = (
         ".clamp(min=0).sum(-1) / total.squeeze(-1)).tolist(),",
         ".clamp(min=0).sum(-1) / total.squeeze(-1) * experts).tolist(),",
         ("tests/eval/test_routing.py::test_routing_metrics_of_known_loads",),
+    ),
+    Mutation(
+        "the sandbox lets a program empty files",
+        "cdrmix/eval/sandbox_server.py",
+        "CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC",
+        "CHANGES = 0",
+        ("tests/eval/test_sandbox.py::test_no_opening_changes_a_file_that_a_program_may_read",),
+    ),
+    Mutation(
+        "deeply nested JSON of a run is a defect",
+        "cdrmix/json_text.py",
+        "    except RecursionError as error:",
+        "    except KeyError as error:",
+        ("tests/cli/test_hostile_runs.py",),
+    ),
+    Mutation(
+        "weights that are NaN pass",
+        "cdrmix/inference/checkpoints.py",
+        "not bool(tensor.isfinite().all())",
+        "False",
+        ("tests/hf/test_foreign.py",),
     ),
     # transformers
     Mutation(
@@ -1004,6 +1081,13 @@ MUTATIONS = (
         "        if found != expected:\n",
         "        if not found:\n",
         ("tests/ladder/test_runner.py::test_a_change_is_named_and_refused",),
+    ),
+    Mutation(
+        "evidence that was taken away is not missed",
+        "cdrmix/ladder/evidence.py",
+        "    problems = _missing_evidence(export, {each.path.name: each for each in found}, contents)",
+        "    problems: list[str] = []",
+        ("tests/cli/test_gates.py::test_an_unfavourable_judgement_cannot_be_taken_away",),
     ),
     # plan
     Mutation(
