@@ -286,6 +286,7 @@ def hostile(pattern: re.Pattern[Any], size: int, draw: random.Random) -> Iterato
             yield made
 
 
+@pytest.mark.slow  # the CPU time of every expression on every hostile text
 def test_regular_expressions() -> None:
     """All of the package. Where 8 kB take more than 4 ms, 40 kB must not take quadratic time."""
     count = 0

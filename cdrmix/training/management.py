@@ -107,7 +107,7 @@ def verify_run(path: Path) -> tuple[int, list[str]]:
     is not there is a damage.
     Raises CheckpointError if there is no checkpoint, ConfigError if `path` is neither a run nor a checkpoint.
     """
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() or path in list_checkpoints(path.parent):
         return 1, damages(path)
     run, _ = open_run(path)
     found = list_checkpoints(run.checkpoints)

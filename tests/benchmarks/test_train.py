@@ -152,7 +152,9 @@ def test_one_process_shares_nothing_out_unless_told_to(monkeypatch: pytest.Monke
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert stage() == 0
     assert stage("train.zero_stage=1") == stage(zero_stage=1) == 1
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
     assert stage() == Config.from_yaml(ROOT / "configs" / "cdrmix-core-4b.yaml").train.zero_stage
 
 

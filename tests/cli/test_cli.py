@@ -291,7 +291,7 @@ def test_only_the_first_process_hashes_the_shards(
     tokens.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])  # which hashing would find
     second = DistributedContext(rank=1, size=2, local_rank=1, device=torch.device("cpu"))
     answers = iter([(copy, None), None])  # of the first process: the path, and that it sees the folder
-    monkeypatch.setattr(DistributedContext, "gather", lambda world, item: [next(answers), item])
+    monkeypatch.setattr(DistributedContext, "gather", lambda world, item, what: [next(answers), item])
     run = RunFolder.open(finished.path, writes=False)
     assert lifecycle._prepare(Config.from_yaml(run.config_snapshot), run, second).path == copy
 

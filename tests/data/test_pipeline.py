@@ -318,7 +318,7 @@ MAIL = "jane.roe@example.org"
 NESTED: dict[str, Any] = {
     "mapping": {"author": {"mail": MAIL}, "url": f"https://e.com/u?mail={MAIL}"},
     "list": [MAIL, [MAIL]],
-    "escaped": ["a\n" + MAIL, f'"{MAIL}"', f"é{MAIL}é"],
+    "escaped": ["a\n" + MAIL, f'"{MAIL}"', f"«{MAIL}»"],
     "names": {MAIL: 1},
     f"by {MAIL}": 2,
     "surrogate": "caf\ud83d",

@@ -138,7 +138,7 @@ def steps(order: dict[str, Any], settings: list[str], save: Path) -> dict[str, f
     )
     found["bias"] = max((relative(weights[name], reference[name]) for name in biases if weights), default=0.0)
     mine_now = torch.cat([router.bias for router in routers(engine.module)]).tolist()
-    assert all(each == mine_now for each in world.gather(mine_now)), "processes differ about the biases"
+    assert all(each == mine_now for each in world.gather(mine_now, "the test")), "processes differ about the biases"
     save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS).finish()
     seed_everything(4)
     other = make_engine(config, build_loss_model(config), world)
@@ -147,7 +147,7 @@ def steps(order: dict[str, Any], settings: list[str], save: Path) -> dict[str, f
     load_checkpoint(other, checkpoint, config, FINGERPRINTS)
     assert same_bits(world, read_weights(checkpoint), other.weights())
     assert torch.cat([router.bias for router in routers(other.module)]).tolist() == mine_now
-    return {name: max(world.gather(error)) for name, error in found.items()}
+    return {name: max(world.gather(error, "the test")) for name, error in found.items()}
 
 
 def apart(found: torch.Tensor, expected: torch.Tensor, start: torch.Tensor) -> float:

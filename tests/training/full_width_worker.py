@@ -40,7 +40,9 @@ def main(order: dict[str, Any]) -> int:
         router = model.blocks[0].feed_forward.router.weight.detach().double().sum().item()
         experts = model.blocks[0].feed_forward.w_up.detach().flatten()[:1000].double().sum().item()
         del model
-    facts = world.gather({"held": held, "most": most, "elements": elements, "router": router, "experts": experts})
+    facts = world.gather(
+        {"held": held, "most": most, "elements": elements, "router": router, "experts": experts}, "the test"
+    )
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(facts))
     return 0

@@ -90,7 +90,7 @@ def steps(order: dict[str, Any], parallel: int, save: Path) -> dict[str, float]:
     state = optimizer_state(save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS).finish())
     share = held / sum(value.numel() for value in state.values())
     assert {name.rpartition("/")[0] for name in state} == set(reference)
-    return {"update": max(errors.values(), default=0.0), "share": max(world.gather(share))}
+    return {"update": max(errors.values(), default=0.0), "share": max(world.gather(share, "the test"))}
 
 
 def load(order: dict[str, Any], saved: Path, parallel: int) -> bool:
@@ -102,7 +102,7 @@ def load(order: dict[str, Any], saved: Path, parallel: int) -> bool:
     seed_everything(4)
     engine = make_engine(config, build_loss_model(config), world)
     same = loads_the_state(engine, checkpoint, config)
-    return all(world.gather(same and same_bits(world, read_weights(checkpoint), engine.weights())))
+    return all(world.gather(same and same_bits(world, read_weights(checkpoint), engine.weights()), "the test"))
 
 
 def muon_resumes(order: dict[str, Any], parallel: int, where: Path) -> bool:

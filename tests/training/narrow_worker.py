@@ -82,13 +82,13 @@ def steps(order: dict[str, Any], stage: int, reduced: str) -> dict[str, Any]:
             each.clip()
             assert each.step()
             each.zero()
-        assert len(set(world.gather(engine.gradient_norm))) == 1, "ranks differ about the norm"
+        assert len(set(world.gather(engine.gradient_norm, "the test"))) == 1, "ranks differ about the norm"
         worst["stale"] = max(worst["stale"], stale(engine))
     one, other = engine.weights(), twin.weights()
     same &= all(torch.equal(one[key], other[key]) for key in one)
     twin.load_weights({key: tensor + 1 for key, tensor in one.items()})
     worst["stale"] = max(worst["stale"], stale(twin))
-    found = world.gather((worst, same))
+    found = world.gather((worst, same), "the test")
     return {name: max(errors[name] for errors, _ in found) for name in worst} | {
         "same": all(each for _, each in found),
         "attached": sorted(attached(engine)),

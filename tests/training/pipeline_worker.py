@@ -43,8 +43,8 @@ def poisoned(order: dict[str, Any]) -> int:
             engine.zero()
             changed = sum(not torch.equal(each, before[name]) for name, each in engine.parameters.items())
             name = f"ZeRO {zero}, " + ("no stage" if stage is None else f"stage {stage}")
-            results[f"{name}: applied"] = sum(world.gather(applied))
-            results[f"{name}: changed"] = sum(world.gather(changed))
+            results[f"{name}: applied"] = sum(world.gather(applied, "the test"))
+            results[f"{name}: changed"] = sum(world.gather(changed, "the test"))
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(results))
     return 0
@@ -64,7 +64,7 @@ def tied(order: dict[str, Any]) -> int:
         engine.clip()
         assert engine.step()
         engine.zero()
-    found = {int(each) for each in world.gather(digest(engine.parameters["embedding.weight"]))}
+    found = {int(each) for each in world.gather(digest(engine.parameters["embedding.weight"]), "the test")}
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps({"digests": len(found)}))
     return 0

@@ -45,7 +45,7 @@ def main(order: dict[str, Any]) -> int:
     world.barrier()
     run = RunFolder.open(where, writes=world.is_main_process)
     shards = open_shards(Path(order["shards"]))
-    if world.gather(newest_whole_checkpoint(run.checkpoints))[0] is None:
+    if world.gather(newest_whole_checkpoint(run.checkpoints), "the test")[0] is None:
         stage_a.train(config, run, shards, console=False)
     if not spans(config):
         return 0
@@ -61,7 +61,7 @@ def main(order: dict[str, Any]) -> int:
 
     LanguageModel.forward = counted  # type: ignore[method-assign]
     result = train_stage_b(config, run, shards, console=False)
-    every = world.gather(passes)
+    every = world.gather(passes, "the test")
     if world.is_main_process:
         print(json.dumps({"step": result.step, "passes": every}))
     return 0

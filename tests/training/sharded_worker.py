@@ -52,12 +52,12 @@ def main(order: dict[str, Any]) -> int:
     shares = [parameter.ds_tensor.numel() for parameter in model.parameters()]
     engine = make_engine(config, model, world)
     part = engine.weights_part()
-    found = {name: tensor for each in world.gather(part) for name, tensor in each.items()}
+    found = {name: tensor for each in world.gather(part, "the test") for name, tensor in each.items()}
     wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
     facts = {
         "whole": whole_here,
         "share": sum(shares) / sum(tensor.numel() for tensor in expected.values()),
-        "written": [sum(tensor.numel() for tensor in each.values()) for each in world.gather(part)],
+        "written": [sum(tensor.numel() for tensor in each.values()) for each in world.gather(part, "the test")],
         "wrong": wrong + sorted(found.keys() ^ expected.keys()),
         "casts": casts_at_the_end(engine, config),
         "activation": 2 * config.train.micro_batch_rows * config.data.row_length * config.cdrmix_model.d_model,

@@ -73,7 +73,7 @@ def shares(order: dict[str, Any]) -> int:
             with dropped(GUARDS.get(guard)):
                 found = gathered(run(divided, batch, 1.0), divided, group.size)
             results[name] = max(
-                world.gather(max(relative(found[each], expected[each]) for each in expected)), default=0
+                world.gather(max(relative(found[each], expected[each]) for each in expected), "the test"), default=0
             )
 
     layouts = starts(2, config.data.row_length, 2)

@@ -122,7 +122,9 @@ def pair_file(config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     lines = []
     for number in range(70):
         prompt = f"{WORDS[number % 12]} {WORDS[number * 5 % 11]}"
-        lines.append({"prompt": prompt, "chosen": f"{prompt} {number}", "rejected": " ".join(WORDS[number % 7 :][:3])})
+        lines.append(
+            {"prompt": prompt, "chosen": f"now {prompt} {number}", "rejected": " ".join(WORDS[number % 7 :][:3])}
+        )
     (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     content = yaml.safe_load(config_file.read_text())
     content["data"] |= {

@@ -359,12 +359,12 @@ def expert_steps(order: dict[str, Any], stage: int, save: Path) -> dict[str, flo
         assert engine.step()
         engine.zero()
         note("norm", abs(engine.gradient_norm / norm - 1))
-        assert len(set(world.gather(engine.gradient_norm))) == 1, "ranks differ about the norm"
+        assert len(set(world.gather(engine.gradient_norm, "the test"))) == 1, "ranks differ about the norm"
     reference = dict(plain.language_model.named_parameters())
     for name, weight in engine.weights().items():
         note("weights", relative(weight, reference[name].detach()))
     save_checkpoint(engine, save, Progress(step=3), config, FINGERPRINTS).finish()
-    return {name: max(errors[name] for errors in world.gather(worst)) for name in worst}
+    return {name: max(errors[name] for errors in world.gather(worst, "the test")) for name in worst}
 
 
 def expert_load(order: dict[str, Any], saved: Path, stage: int, parallel: int) -> dict[str, Any]:
@@ -394,7 +394,7 @@ def expert_load(order: dict[str, Any], saved: Path, stage: int, parallel: int) -
         if stage < 3:
             hidden = shared.language_model(ids_BT).hidden_BTD
             error = max(error, relative(shared.language_model.logits(hidden), expected))
-    gathered = world.gather((same, error))
+    gathered = world.gather((same, error), "the test")
     return {name: all(each[name] for each, _ in gathered) for name in same} | {
         "logits": max(each for _, each in gathered)
     }
@@ -490,7 +490,9 @@ def expert_layers(order: dict[str, Any]) -> dict[str, float]:
             errors = [
                 relative(one, other) if one.numel() else 0.0 for one, other in zip(found[1], expected, strict=True)
             ]
-            results[f"{tokens} {favoured} {activation} {capacity}"] = max(world.gather(max(errors)), default=0.0)
+            results[f"{tokens} {favoured} {activation} {capacity}"] = max(
+                world.gather(max(errors), "the test"), default=0.0
+            )
     with torch.autocast("cpu", torch.bfloat16):
         sent.clear()
         shared.float().mix(x.float(), routing)

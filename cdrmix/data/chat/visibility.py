@@ -20,7 +20,7 @@ from cdrmix.data.sources.conversations import Conversation
 LABELS = {"role", "id", "name", "type", "tool_call_id"}  # fields of a turn that are not its contents
 CALLS = ("tool_calls", "function_call")
 Change = Callable[[Any, str, bool], Any]  # of a value, with a word; the third: whether keys are texts too
-WORD = re.compile("xq[a-z]+qx", re.IGNORECASE)  # a template may change the case
+WORD = re.compile("xq[a-j]{1,12}qx", re.IGNORECASE)  # a template may change the case
 
 
 @dataclass(frozen=True)
