@@ -44,9 +44,8 @@ def starts(rows: int, length: int, size: int) -> dict[str, list[int]]:
     return {
         "one document a row": [],
         "at borders": [place for place in range(0, end, border) if place % length],
-        "one token before a border": [border - 1, length + border - 1],
+        "one token before a border, and one in the last slice": [border - 1, length + border - 1, end - 1],
         "one token after a border": [border + 1, end - border + 1],
-        "one in the last slice": [end - 1],
         "many": sorted(set(torch.randint(1, end, (end // 3,), generator=generator).tolist())),
     }
 
