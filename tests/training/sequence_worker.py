@@ -139,7 +139,16 @@ def packed(config: Config, layout: list[int], tokens: tuple[int, int] | None = N
 
 def slices(order: dict[str, Any]) -> int:
     """Writes to `where` the largest relative error of the loss, the counts and the gradients in float64, for each
-    layout of documents, and with each guard dropped. All processes find the same sums; the first compares them."""
+    layout of documents. All processes find the same sums; the first compares them."""
+    return compared(order, without=False)
+
+
+def guards(order: dict[str, Any]) -> int:
+    """As `slices`, of one layout with each guard dropped."""
+    return compared(order, without=True)
+
+
+def compared(order: dict[str, Any], *, without: bool) -> int:
     config, whole = configured(order), configured(order, "train.sequence_parallel=1")
     world = join(config)
     size, length = config.train.sequence_parallel, config.data.row_length
@@ -153,11 +162,13 @@ def slices(order: dict[str, Any]) -> int:
                 found = run(perturbed(config, torch.float64), batch.of_slice(world.rank, size), 1 / size)
             results[name] = max((relative(found[each], expected[each]) for each in expected), default=0.0)
 
-    for name, layout in starts(2, length, size).items():
-        compare(layout, {name: None})
-    compare([3], {"filling, also of a whole slice": None}, (length - 3, length // size - 1))
-    # Two slices need no transition: the second one's state is that after the first.
-    compare([length - 1], {f"without {guard}": guard for guard in GUARDS if size > 2 or guard != "transitions"})
+    if without:
+        # Two slices need no transition: the second one's state is that after the first.
+        compare([length - 1], {f"without {guard}": guard for guard in GUARDS if size > 2 or guard != "transitions"})
+    else:
+        for name, layout in starts(2, length, size).items():
+            compare(layout, {name: None})
+        compare([3], {"filling, also of a whole slice": None}, (length - 3, length // size - 1))
     if world.is_main_process:
         Path(order["where"]).write_text(json.dumps(results))
     return 0
@@ -268,4 +279,4 @@ def engines(order: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     order = json.loads(sys.argv[1])
-    exit_worker({"slices": slices, "engines": engines}[order["job"]](order))
+    exit_worker({"slices": slices, "guards": guards, "engines": engines}[order["job"]](order))

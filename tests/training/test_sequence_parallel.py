@@ -22,11 +22,16 @@ DEPTH = "model.depth={capacity: 0.5}"
 def test_slices_give_the_gradients_of_whole_rows(told: Told, hybrid: tuple[str, ...], processes: int) -> None:
     parallel = f"train.sequence_parallel={processes}"
     for case, error in told("sequence_worker.py", "slices", processes, *hybrid, *HEADS, DEPTH, parallel).items():
-        if case.startswith("without"):
-            assert error > 1e-6, case
-        else:
-            # Sums of at most 48 tokens and 64 channels in float64, through four layers and back.
-            assert error < 1e-12, case
+        # Sums of at most 48 tokens and 64 channels in float64, through four layers and back.
+        assert error < 1e-12, case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_each_guard_of_the_slices_is_needed(told: Told, hybrid: tuple[str, ...], processes: int) -> None:
+    parallel = f"train.sequence_parallel={processes}"
+    for case, error in told("sequence_worker.py", "guards", processes, *hybrid, *HEADS, DEPTH, parallel).items():
+        assert error > 1e-6, case
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from cdrmix.errors import CorpusError
 
 HTML_COMMENT = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
 DECLARED_ENCODING = re.compile(
-    rb"""<(?:meta\b[^>]*?[\s"';]charset|\?xml\b[^>]*?\sencoding)\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE
+    rb"""<(?:meta\b[^<>]*?[\s"';]charset|\?xml\b[^<>]*?\sencoding)\s*=\s*(?:["']\s*)?([\w.:-]+)""", re.IGNORECASE
 )
 DECLARATION_BYTES = 4096  # of a page, in which its encoding is looked for
 
