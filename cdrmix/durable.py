@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +17,9 @@ from typing import IO, Any
 from safetensors import SafetensorError
 
 from cdrmix.errors import ConfigError, DiskFullError
+
+TELL_EVERY = 30.0  # seconds between two lines about a wait for another process
+LONGEST_WAIT = 48 * 3600.0  # seconds: the other process may prepare a large text
 
 
 def sha256_file(path: Path) -> str:
@@ -35,12 +40,28 @@ def lock_file(file: IO[str], used: Callable[[], str]) -> None:
 
 
 def wait_for_lock(file: IO[str], waiting: Callable[[], None]) -> None:
-    """Locks an open file against other processes, until it is closed. waiting: is called if another process has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        waiting()
-        fcntl.flock(file, fcntl.LOCK_EX)
+    """Locks an open file against other processes, until it is closed.
+
+    waiting: is called if another process has the lock, at once and every TELL_EVERY seconds. Raises ConfigError after
+    LONGEST_WAIT seconds.
+    """
+    begun, told, pause = time.monotonic(), -math.inf, 0.001
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            now = time.monotonic()
+            if now - begun > LONGEST_WAIT:
+                raise ConfigError(
+                    f"{file.name}: another process has had this lock for {LONGEST_WAIT / 3600:.0f} hours; stop it"
+                ) from None
+            if now - told >= TELL_EVERY:
+                told = now
+                waiting()
+            time.sleep(pause)
+            pause = min(0.5, pause * 1.5)
+        else:
+            return
 
 
 @contextmanager

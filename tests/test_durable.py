@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from cdrmix import durable
 from cdrmix.durable import disk_guard, is_disk_full, only_process, sha256_file, write_atomically
-from cdrmix.errors import DiskFullError
+from cdrmix.errors import ConfigError, DiskFullError
 
 
 def test_the_hash_is_of_the_contents(tmp_path: Path) -> None:
@@ -54,6 +54,21 @@ def test_a_removed_lock_file_lets_nobody_in_beside_another(tmp_path: Path) -> No
     leave.set()
     thread.join()
     assert not lock.exists()
+
+
+def test_a_lock_that_is_not_released_is_waited_for_in_lines_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "TELL_EVERY", 0.02)
+    monkeypatch.setattr(durable, "LONGEST_WAIT", 0.1)
+    told: list[str] = []
+    with (
+        only_process(tmp_path / "lock", lambda: None),
+        pytest.raises(ConfigError, match="has had this lock for 0 hours"),
+        only_process(tmp_path / "lock", lambda: told.append("waits")),
+    ):
+        pytest.fail("two are inside")
+    assert 2 <= len(told) <= 5
 
 
 @pytest.mark.parametrize("fails", ["write_bytes", "fsync"])

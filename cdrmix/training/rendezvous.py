@@ -21,14 +21,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from cdrmix.durable import LONGEST_WAIT, TELL_EVERY
 from cdrmix.errors import ConfigError, HangError
 from cdrmix.training.launch import FOLDER
 
 # Of collectives and of the start. Processes differ by at most the time of one step.
 TIMEOUT = datetime.timedelta(minutes=30)
-# Of messages: the first process may prepare the text meanwhile.
-LONGEST_WAIT = datetime.timedelta(hours=48).total_seconds()
-TELL_EVERY = 30.0  # seconds between two lines about a wait
 UNKNOWN_NAME_WAIT = 60.0  # seconds; a cluster may know the name of a machine later than the machine is there
 STORE = "store"  # file of the launcher's folder
 STARTED = "run the command that starts the processes again"

@@ -169,7 +169,7 @@ def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
     """
     me = f"{socket.gethostname()} {os.getpid()}"
     with lock.open("a+") as file:
-        wait_for_lock(file, lambda: say("Another process is preparing this text; waiting for it"))
+        wait_for_lock(file, lambda: say(f"{_holder(lock)} is preparing this text; waiting for it"))
         told_user = False
         while (
             (holder := lock.read_text())
@@ -195,6 +195,11 @@ def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
             stop.set()
             thread.join()
             lock.write_text("")
+
+
+def _holder(lock: Path) -> str:
+    host, _, process = lock.read_text().partition(" ")
+    return f"Process {process} on {host}" if process else "Another process"
 
 
 def remove_stale_folders(cache: Path) -> None:
