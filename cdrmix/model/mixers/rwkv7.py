@@ -48,13 +48,20 @@ class TimeMix(Mixer):
         self.allow_neg_eigval = rwkv.allow_neg_eigval
         depth = layer / max(config.layers - 1, 1)  # 0 in the first block, 1 in the last
         fade = 1 - layer / config.layers
-        linear_ramp = torch.arange(width) / max(width - 1, 1) - 0.5
-        within_head = (torch.arange(width) % self.head_size) / max(self.head_size - 1, 1) * 2 - 1
-        zigzag = within_head * within_head.abs()
-        channel = torch.arange(width) / width
+        device = torch.get_default_device()
+
+        def parameter(value: Tensor) -> nn.Parameter:
+            return nn.Parameter(value.to(device))
+
+        with torch.device("cpu"):  # on the meta device a division would import torch.compile, which takes a second
+            linear_ramp = torch.arange(width) / max(width - 1, 1) - 0.5
+            within_head = (torch.arange(width) % self.head_size) / max(self.head_size - 1, 1) * 2 - 1
+            zigzag = within_head * within_head.abs()
+            channel = torch.arange(width) / width
+            ramp = torch.arange(width) / max(width - 1, 1)
 
         def mix(power: float) -> nn.Parameter:
-            return nn.Parameter(1 - channel.pow(power * fade))
+            return parameter(1 - channel.pow(power * fade))
 
         self.x_r, self.x_w, self.x_k = mix(0.2), mix(0.9), mix(0.7)
         self.x_v, self.x_a, self.x_g = mix(0.7), mix(0.9), mix(0.2)
@@ -63,16 +70,15 @@ class TimeMix(Mixer):
             gain = 0.1 * (math.sqrt(rank / width) if rank > width else 1.0)
             return drawn(zeros, width, rank), drawn(orthogonal(gain), rank, width, whole=True)
 
-        ramp = torch.arange(width) / max(width - 1, 1)
-        self.w0 = nn.Parameter(-6 + 6 * ramp.pow(1 + depth**0.3) + 0.5 + 2.5 * zigzag)
+        self.w0 = parameter(-6 + 6 * ramp.pow(1 + depth**0.3) + 0.5 + 2.5 * zigzag)
         self.w1, self.w2 = low_rank(rwkv.decay_rank)
-        self.a0 = nn.Parameter(-0.19 + 0.3 * zigzag + 0.4 * linear_ramp)
+        self.a0 = parameter(-0.19 + 0.3 * zigzag + 0.4 * linear_ramp)
         self.a1, self.a2 = low_rank(rwkv.iclr_rank)
         if "rwkv7" in config.mixers[:layer]:  # there is an earlier RWKV-7 block, whose values are mixed in
-            self.v0 = nn.Parameter(0.73 - 0.4 * linear_ramp)
+            self.v0 = parameter(0.73 - 0.4 * linear_ramp)
             self.v1, self.v2 = low_rank(rwkv.value_rank)
         self.g1, self.g2 = low_rank(rwkv.gate_rank)
-        self.k_k = nn.Parameter(0.71 - 0.1 * linear_ramp)
+        self.k_k = parameter(0.71 - 0.1 * linear_ramp)
         self.k_a = nn.Parameter(torch.full((width,), 1.02))
         self.r_k = nn.Parameter(torch.full((self.heads, self.head_size), -0.04))
         scale = config.init_std_scale
