@@ -819,13 +819,6 @@ MUTATIONS = (
         ("tests/eval/test_routing.py::test_routing_metrics_of_known_loads",),
     ),
     Mutation(
-        "the sandbox lets a program empty files",
-        "cdrmix/eval/sandbox_server.py",
-        "CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC",
-        "CHANGES = 0",
-        ("tests/eval/test_sandbox.py::test_no_opening_changes_a_file_that_a_program_may_read",),
-    ),
-    Mutation(
         "deeply nested JSON of a run is a defect",
         "cdrmix/json_text.py",
         "    except RecursionError as error:",
