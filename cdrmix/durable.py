@@ -39,29 +39,45 @@ def lock_file(file: IO[str], used: Callable[[], str]) -> None:
         raise ConfigError(f"{used()}; wait until it ends, or stop it") from error
 
 
+def wait_until(
+    done: Callable[[], bool], seconds: float, tell: Callable[[float], None], first: float = math.inf
+) -> bool:
+    """Waits for something that another process does, at most so long. Returns whether it is done. A signal ends it.
+
+    tell: is called with the seconds so far, every TELL_EVERY seconds; earlier for the first time if `first` is less.
+    """
+    begun, pause = time.monotonic(), 0.001
+    due = begun + min(first, TELL_EVERY)
+    while not done():
+        now = time.monotonic()
+        if now - begun > seconds:
+            return False
+        if now >= due:
+            due = now + TELL_EVERY
+            tell(now - begun)
+        time.sleep(pause)
+        pause = min(1.0, pause * 1.5)
+    return True
+
+
 def wait_for_lock(file: IO[str], waiting: Callable[[], None]) -> None:
     """Locks an open file against other processes, until it is closed.
 
     waiting: is called if another process has the lock, at once and every TELL_EVERY seconds. Raises ConfigError after
     LONGEST_WAIT seconds.
     """
-    begun, told, pause = time.monotonic(), -math.inf, 0.001
-    while True:
+
+    def locked() -> bool:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            now = time.monotonic()
-            if now - begun > LONGEST_WAIT:
-                raise ConfigError(
-                    f"{file.name}: another process has had this lock for {LONGEST_WAIT / 3600:.0f} hours; stop it"
-                ) from None
-            if now - told >= TELL_EVERY:
-                told = now
-                waiting()
-            time.sleep(pause)
-            pause = min(0.5, pause * 1.5)
-        else:
-            return
+            return False
+        return True
+
+    if not wait_until(locked, LONGEST_WAIT, lambda seconds: waiting(), first=0.0):
+        raise ConfigError(
+            f"{file.name}: another process has had this lock for {LONGEST_WAIT / 3600:.0f} hours; stop it"
+        )
 
 
 @contextmanager

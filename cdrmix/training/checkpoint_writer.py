@@ -21,12 +21,20 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cdrmix.durable import disk_full, is_disk_full, sha256_file, sync_file, sync_folder, write_atomically
+from cdrmix.durable import (
+    disk_full,
+    is_disk_full,
+    sha256_file,
+    sync_file,
+    sync_folder,
+    wait_until,
+    write_atomically,
+)
 from cdrmix.errors import CdrmixError, CheckpointError
 from cdrmix.inference.checkpoints import FORMAT, MANIFEST, list_checkpoints
 from cdrmix.training import messages
 from cdrmix.training.distributed import DistributedContext
-from cdrmix.training.rendezvous import TIMEOUT, rendezvous_store, wait_until
+from cdrmix.training.rendezvous import TIMEOUT, rendezvous_store, tell
 from cdrmix.training.retention import BEST, LATEST, set_aside
 
 
@@ -101,7 +109,7 @@ class CheckpointWriter:
             self._abandoned.set()
             raise CheckpointError(f"{self._temporary} was not written in {limit:.0f} s: its disk hangs") from None
         what = f"the commit of {self.path}" if self._world.rank == 1 else ""  # one of them says it
-        if not wait_until(lambda: self._store.check([self._outcome]), limit, lambda: what):
+        if not wait_until(lambda: self._store.check([self._outcome]), limit, lambda seconds: tell(seconds, what)):
             raise CheckpointError(f"{self.path} was not committed in {limit:.0f} s: the first process hangs")
         said = messages.read(self._store.get(self._outcome), "process 0", f"the commit of {self.path}")
         failures = [_Failure(*each) for each in said]

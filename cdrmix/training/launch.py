@@ -183,7 +183,7 @@ def _attempt(processes: int, arguments: Sequence[str], nodes: Nodes) -> Ended:
         command = [sys.executable, "-m", "cdrmix.cli", *arguments]
 
         received: list[int] = []
-        # Set before the agent starts, so that no signal is lost and none ends the launcher alone.
+        # Set before the workers start, so that no signal is lost and none ends the launcher alone.
         former = {
             number: signal.signal(number, lambda number, frame: received.append(number))
             for number in STOP_SIGNALS

@@ -15,13 +15,13 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from cdrmix.durable import LONGEST_WAIT, TELL_EVERY
+from cdrmix.durable import LONGEST_WAIT, TELL_EVERY, wait_until
 from cdrmix.errors import ConfigError, HangError
 from cdrmix.training.launch import FOLDER
 
@@ -29,7 +29,6 @@ from cdrmix.training.launch import FOLDER
 TIMEOUT = datetime.timedelta(minutes=30)
 UNKNOWN_NAME_WAIT = 60.0  # seconds; a cluster may know the name of a machine later than the machine is there
 STORE = "store"  # file of the launcher's folder
-STARTED = "run the command that starts the processes again"
 BY_OTHERS = "Unset it to train in one process; --nproc starts several"
 
 
@@ -94,8 +93,14 @@ def rendezvous_store(rank: int, size: int) -> dist.Store:
     store.set(f"machine of {rank}", platform.node())
     keys = [f"machine of {each}" for each in range(size)]
     limit = TIMEOUT.total_seconds()
-    if not wait_until(lambda: store.check(keys), limit, lambda: awaited(store, keys, rank, "the start")):
-        raise ConfigError(f"{awaited(store, keys, rank)} did not start within {limit / 60:.0f} minutes; {STARTED}")
+
+    def told(seconds: float) -> None:
+        tell(seconds, awaited(store, keys, rank, "the start"))
+
+    if not wait_until(lambda: store.check(keys), limit, told):
+        raise ConfigError(
+            f"{awaited(store, keys, rank)} did not start within {limit / 60:.0f} minutes; start them again"
+        )
     return store
 
 
@@ -122,7 +127,7 @@ def _store_of_a_port(rank: int) -> dist.Store:
                     f"{where}: nobody listened there for {TIMEOUT.total_seconds() / 60:.0f} minutes; start the first "
                     "machine, and check that this one reaches that port"
                 ) from error
-            _tell(time.monotonic() - begun, f"process 0, which should listen on {where}")
+            tell(time.monotonic() - begun, f"process 0, which should listen on {where}")
             continue
         store.set_timeout(TIMEOUT)
         return store
@@ -135,32 +140,14 @@ def _check_name(host: str) -> None:
         except (socket.gaierror, UnicodeError):
             return False
 
-    if not wait_until(known, UNKNOWN_NAME_WAIT, lambda: f"the name service to know {host!r}"):
+    if not wait_until(known, UNKNOWN_NAME_WAIT, lambda seconds: tell(seconds, f"the name service to know {host!r}")):
         raise ConfigError(f"{host!r}: no machine of this name is known; the processes of the run should meet there")
 
 
-def wait_until(done: Callable[[], bool], seconds: float, what: Callable[[], str]) -> bool:
-    """Waits for something that another process does, at most so long. Returns whether it is done. A signal ends it.
-
-    what: says for what this process waits, for a line each TELL_EVERY seconds; none if it is "".
-    """
-    begun = told = time.monotonic()
-    pause = 0.001
-    while not done():
-        now = time.monotonic()
-        if now - begun > seconds:
-            return False
-        if now - told >= TELL_EVERY:
-            told = now
-            if awaits := what():
-                _tell(now - begun, awaits)
-        time.sleep(pause)
-        pause = min(1.0, pause * 1.5)
-    return True
-
-
-def _tell(seconds: float, what: str) -> None:
-    print(f"cdrmix: waiting for {what}; {seconds:.0f} s so far", file=sys.stderr, flush=True)
+def tell(seconds: float, what: str) -> None:
+    """Writes for what this process waits, and how long so far; nothing if it is ""."""
+    if what:
+        print(f"cdrmix: waiting for {what}; {seconds:.0f} s so far", file=sys.stderr, flush=True)
 
 
 def wait_for_all(store: dist.Store, keys: Sequence[str], rank: int, what: str) -> None:
@@ -168,7 +155,11 @@ def wait_for_all(store: dist.Store, keys: Sequence[str], rank: int, what: str) -
 
     Raises HangError after LONGEST_WAIT.
     """
-    if not wait_until(lambda: store.check(list(keys)), LONGEST_WAIT, lambda: awaited(store, keys, rank, what)):
+
+    def told(seconds: float) -> None:
+        tell(seconds, awaited(store, keys, rank, what))
+
+    if not wait_until(lambda: store.check(list(keys)), LONGEST_WAIT, told):
         raise HangError(f"{awaited(store, keys, rank)} did not come to {what} within {LONGEST_WAIT / 3600:.0f} hours")
 
 

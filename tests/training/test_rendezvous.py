@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdrmix import code_caches, errors
+from cdrmix import code_caches, durable, errors
 from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, HangError
 from cdrmix.training import distributed, launch, messages, rendezvous
 from cdrmix.training.distributed import DistributedContext
@@ -81,7 +81,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "TIMEOUT", datetime.timedelta(seconds=0.3))
     monkeypatch.setattr(rendezvous, "LONGEST_WAIT", 0.3)
     monkeypatch.setattr(rendezvous, "UNKNOWN_NAME_WAIT", 0.05)
-    monkeypatch.setattr(rendezvous, "TELL_EVERY", 0.1)
+    for module in (rendezvous, durable):
+        monkeypatch.setattr(module, "TELL_EVERY", 0.1)
 
 
 def meet(rank: int, size: int) -> dist.Store:
