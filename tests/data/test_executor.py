@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from multiprocessing import forkserver, spawn
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,19 @@ def test_an_error_of_a_task_is_raised_here(tasks: Any) -> None:
         list(engine.run(tasks.refuse, range(20)))
 
 
-def test_a_killed_process_is_told_of(tasks: Any) -> None:
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_killed_process_is_told_of(tasks: Any, monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    """With none before, it is killed while this process starts the next one, of a pool whose pipes are closed."""
+    prepare, started = spawn.get_preparation_data, []
+
+    def slow(name: str) -> Any:
+        started.append(time.sleep(0.5 * len(started)))
+        return prepare(name)
+
+    if not before:
+        monkeypatch.setattr(spawn, "get_preparation_data", slow)
     with LocalExecutor(2) as engine, pytest.raises(OutOfMemoryError, match=r"memory ran out; lower data\.memory_mb"):
-        list(engine.run(tasks.kill_itself, range(20)))
+        list(engine.run(tasks.kill_itself, range(3 - before, 20)))
 
 
 SCRIPT = """
@@ -115,6 +126,8 @@ def test_a_script_that_registers_a_part_needs_a_guard(
     in_script(monkeypatch, tmp_path, "cdrmix.data.pipeline.executor.refuse_in_import()")
     monkeypatch.setattr(Registry, "_all", dict(Registry._all))
     Registry[Any]("part of a test")("mine")(type("Mine", (), {"__module__": "__main__"}))
+    read = forkserver.read_signed  # an exit code is read from a pipe, once: two threads that ask for it find 255
+    monkeypatch.setattr(forkserver, "read_signed", lambda pipe: (time.sleep(0.1), read(pipe))[1])
     with LocalExecutor(2) as engine, pytest.raises(ConfigError, match='if __name__ == "__main__"'):
         list(engine.run(tasks.square, range(8)))
     assert (tmp_path / "imported").exists()

@@ -15,9 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from itertools import chain, islice
 from multiprocessing import current_process, get_context, parent_process
+from multiprocessing.context import ForkServerContext
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -83,12 +83,14 @@ class LocalExecutor(Executor):
             return
         if self._pool is None:
             # not fork: libraries that have started threads do not survive a fork
-            self._pool = ProcessPoolExecutor(self.workers, get_context("forkserver"), initializer=_begin_worker)
+            context = get_context("forkserver")
+            if registers("__main__"):
+                _try_script(context)
+            self._pool = ProcessPoolExecutor(self.workers, context, initializer=_begin_worker)
         running: set[Future[Result]] = set()
         try:
             for task in chain(first, waiting):
-                with self._starting():
-                    running.add(self._pool.submit(function, task))
+                running.add(self._submit(self._pool, function, task))
                 if len(running) >= QUEUED * self.workers:
                     done, running = wait(running, return_when=FIRST_COMPLETED)
                     yield from (future.result() for future in done)
@@ -96,8 +98,6 @@ class LocalExecutor(Executor):
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
         except BrokenProcessPool as error:
-            if any(process.exitcode == IN_SCRIPT for process in self._processes):
-                raise ConfigError(IN_WORKER) from error
             raise OutOfMemoryError(
                 "a process of the preparation was killed, usually because memory ran out; lower data.memory_mb or "
                 "data.workers. Finished tasks are kept: the same command continues from there"
@@ -113,16 +113,17 @@ class LocalExecutor(Executor):
     def _processes(self) -> list[Any]:
         return [] if self._pool is None else list((self._pool._processes or {}).values())
 
-    @contextmanager
-    def _starting(self) -> Iterator[None]:
-        """For a call that may start a process. Multiprocessing tells a process the script by sys.modules."""
-        if len(self._processes) >= self.workers or registers("__main__"):
-            yield
-            return
+    def _submit(self, pool: ProcessPoolExecutor, function: Callable[[Task], Result], task: Task) -> Future[Result]:
+        """Submits a task, which may start a process. Multiprocessing tells a process the script by sys.modules."""
         script = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")
+        if len(self._processes) < self.workers and not registers("__main__"):
+            sys.modules["__main__"] = ModuleType("__main__")
         try:
-            yield
+            return pool.submit(function, task)
+        except OSError as error:
+            if pool._broken:  # a process was killed while this one started another: the pipes of the pool are closed
+                raise BrokenProcessPool from error
+            raise
         finally:
             sys.modules["__main__"] = script
 
@@ -180,6 +181,18 @@ class RayExecutor(Executor):
     def close(self) -> None:
         if self._started:
             self._ray.shutdown()
+
+
+def _try_script(context: ForkServerContext) -> None:
+    """Imports the script of this process in another one. Raises ConfigError if it comes to a call of this package.
+
+    It is done before the pool starts: the pool does not tell how a process ended, and an exit code is read only once.
+    """
+    process = context.Process(target=int)
+    process.start()
+    process.join()
+    if process.exitcode == IN_SCRIPT:
+        raise ConfigError(IN_WORKER)
 
 
 def refuse_in_import() -> None:
