@@ -33,6 +33,7 @@ import process_state
 import pytest
 import torch
 from examples import FIXED, RANDOM
+from flushing import stop_flushing
 from hypothesis import HealthCheck, settings
 
 import cdrmix.kernels
@@ -41,6 +42,7 @@ from cdrmix.kernels.common.products import strict_mode
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 strict_mode()  # before the first product, as in every command
+stop_flushing()
 
 # The machine may be slow and shared, so no deadline. The quick tests have the same examples every time: a failure is a
 # fact. `make test-all` draws others each time: its seed is printed, and pytest --hypothesis-seed repeats it.

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+from flushing import stop_flushing
 
 from cdrmix import plugins
 
@@ -152,6 +153,7 @@ def run(arguments: Sequence[str | Path], environment: Mapping[str, str] | None =
 
 
 def _serve(connection: socket.socket) -> None:
+    stop_flushing()
     for module in () if any(map(os.path.exists, GPU_DRIVERS)) else MODULES:
         with contextlib.suppress(ModuleNotFoundError):  # on a bare machine
             importlib.import_module(module)
