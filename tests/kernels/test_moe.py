@@ -364,29 +364,6 @@ def test_gradcheck_of_routing_and_experts() -> None:
     assert torch.autograd.gradcheck(layer, (x, gate, w_up, w_down))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_torch_compile_passes_through_a_whole_layer(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    monkeypatch.setenv("CDRMIX_BACKEND", backend)
-    x = [value.float().requires_grad_() for value in Case(40, 4, 2, "swiglu").inputs().values()]
-
-    def layer(x: Tensor, logits: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
-        routing = ops.route_topk(logits, 2, capacity=21)
-        y = ops.moe_experts(x, w_up, w_down, routing, activation="swiglu")
-        rows = ops.moe_combine(ops.moe_dispatch(x, routing), routing)
-        return y, rows, routing.load_balance, routing.z_loss, routing.counts_E
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(*x)
-    eager = layer(*x)
-    for left, right in zip(compiled, eager, strict=True):
-        assert torch.equal(left, right)
-
-    def gradients(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(sum(output.square().sum() for output in outputs[:4]), x[:4])
-
-    for left, right in zip(gradients(compiled), gradients(eager), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
-
-
 def test_the_operators_are_registered_as_pytorch_asks(where: str, device: str) -> None:
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if where != "triton":  # the graph of PyTorch's compiler has the same operators, whoever serves them

@@ -69,15 +69,6 @@ def test_a_profile_names_operators_and_nothing_else_pays_for_it(monkeypatch: pyt
     passes()
 
 
-@needs_numba
-def test_gradients_of_gradients_are_refused_as_by_the_dispatcher() -> None:
-    x, y, weight, bias = inputs()
-    total, normed = ops.add_norm(x, y, weight, bias, kind="layernorm")
-    (dx,) = torch.autograd.grad((total * normed).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        torch.autograd.grad(dx.sum(), x)
-
-
 def recurrence(device: str) -> list[Tensor]:
     """Both passes of an operator that returns two tensors and a list."""
     generator = torch.Generator().manual_seed(0)

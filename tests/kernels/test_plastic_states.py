@@ -151,17 +151,6 @@ def test_rows_of_chunks_on_a_gpu(rank: int, chunks: int, starts: list[int]) -> N
     rows_of_chunks(rank, chunks, starts, "cuda")
 
 
-@interpreted
-def test_the_operator_keeps_to_its_schema(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake tensors of the right shapes, no input that changes or comes back as an output, registered gradients."""
-    monkeypatch.setenv("CDRMIX_BACKEND", "triton")
-    random = torch.Generator().manual_seed(1)
-    sizes = ((2, 3, 12, 12), (2, 3, 5, 12), (2, 5, 12), (2, 5, 12))
-    given = [torch.randn(size, generator=random).requires_grad_() for size in sizes]
-    drops = torch.tensor([[0, 1, 0], [0, 0, 0]], dtype=torch.int8)
-    torch.library.opcheck(torch.ops.cdrmix.plastic_states.default, (*given, drops, 0.9, 3.0))
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_builds_name_every_argument_once(arch: str) -> None:
     for build in triton_states.builds(arch):

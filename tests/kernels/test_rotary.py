@@ -72,18 +72,6 @@ def test_strided_tensors_are_taken(
         assert torch.equal(one, other)
 
 
-@interpreted
-def test_the_operator_is_registered_as_pytorch_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CDRMIX_BACKEND", "triton")
-    x, _, cosine, sine = make((2, 9, 3, 8), 2, torch.float32, "cpu")
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(
-        torch.ops.cdrmix.apply_rotary.default, (x.requires_grad_(), cosine, sine, 1), test_utils=checks
-    )
-    compiled = torch.compile(ops.apply_rotary, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, cosine, sine), ops.apply_rotary(x, cosine, sine))
-
-
 def test_angles_that_do_not_fit_are_refused() -> None:
     message = r"cosine and sine must be \[1 or 2, 5, 1, 4\] with N even; found \[3, 5, 1, 4\] and \[3, 5, 1, 4\]"
     with pytest.raises(ValueError, match=message):

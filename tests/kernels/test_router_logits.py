@@ -90,22 +90,6 @@ def test_no_tokens_give_no_logits_and_a_gradient_of_zero(device: str) -> None:
     assert found["dweight"].count_nonzero() == 0
 
 
-@interpreted
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-def test_the_operator_is_registered_as_pytorch_asks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CDRMIX_BACKEND", backend)
-    if backend == "triton":
-        x, weight, dlogits = make(20, 40, 3, torch.float32, "cpu")
-        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        leaves = (x.requires_grad_(), weight.requires_grad_())
-        torch.library.opcheck(torch.ops.cdrmix.router_logits.default, leaves, test_utils=checks)
-        arguments = (dlogits, x.detach(), weight.detach())
-        torch.library.opcheck(torch.ops.cdrmix.router_logits_backward.default, arguments, test_utils=checks)
-    compiled = torch.compile(ops.router_logits, fullgraph=True, backend="aot_eager")
-    x, weight, _ = make(20, 40, 3, torch.bfloat16 if backend == "cpu" else torch.float16, "cpu")
-    assert torch.equal(compiled(x, weight), ops.router_logits(x, weight))
-
-
 def test_the_operator_knows_how_many_experts_the_kernel_takes() -> None:
     assert importlib.import_module("cdrmix.ops.router_logits").MAX_EXPERTS == triton_logits.MOST_EXPERTS
 

@@ -1,4 +1,4 @@
-"""What the SSD scan refuses, how it differentiates and chooses, and that torch.compile passes through it."""
+"""What the SSD scan refuses, and how it differentiates and chooses an implementation."""
 
 from __future__ import annotations
 
@@ -151,49 +151,3 @@ def test_narrow_inputs_beside_wide_decays(backend: str, dtype: torch.dtype, monk
     assert [dx.dtype for dx in gradients] == [x.dtype for x in inputs.values()]
     exact, _ = reference_scan.ssd_scan_recurrence(*(x.double() for x in inputs.values()))
     assert ((y.double() - exact).norm() / exact.norm()).item() < 2**-6
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_operator_is_registered_as_pytorch_wants_it(
-    backend: str, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Schema, fake tensors and autograd registration agree with what the operator does."""
-    monkeypatch.setenv("CDRMIX_BACKEND", backend)
-    inputs = [x.requires_grad_() for x in arguments().values()]
-    cu_seqlens = starts(0, 3, 5, 10) if packed else None
-    state = torch.randn(3 if packed else 2, 3, 6, 8, requires_grad=True)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for save in (False, True):
-        call = (*inputs, state, cu_seqlens, None, False, save, True)
-        torch.library.opcheck(torch.ops.cdrmix.ssd_scan.default, call, test_utils=checks)
-    token = [x.detach()[:, 0].contiguous() for x in inputs]
-    torch.library.opcheck(
-        torch.ops.cdrmix.ssd_scan_step.default, (*token, torch.zeros(2, 3, 6, 8), False), test_utils=checks
-    )
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.slow)])
-def test_compile_passes_through_without_a_break(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CDRMIX_BACKEND", backend)
-    inputs = {name: x.requires_grad_() for name, x in arguments().items()}
-
-    def model(cu_seqlens: Tensor, **inputs: Tensor) -> Tensor:
-        y, last = ops.ssd_scan(**inputs, cu_seqlens=cu_seqlens, return_state=True)
-        assert last is not None
-        return (y * 2).square().sum() + last.sum()
-
-    cu_seqlens = starts(0, 3, 5, 10)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for loss in (compiled(cu_seqlens, **inputs), model(cu_seqlens, **inputs)):
-        gradients = torch.autograd.grad(loss, list(inputs.values()))
-        assert all(bool(dx.isfinite().all()) for dx in gradients)
-        torch.testing.assert_close(loss, model(cu_seqlens, **inputs), rtol=0, atol=0)
-    torch._dynamo.reset()
-
-
-def test_second_derivatives_are_refused_and_not_wrong() -> None:
-    inputs = {name: x.requires_grad_() for name, x in arguments().items()}
-    (gradient,) = torch.autograd.grad(ops.ssd_scan(**inputs)[0].square().sum(), inputs["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"no autograd formula|does not require grad"):
-        gradient.sum().backward()

@@ -1,4 +1,4 @@
-"""What the recurrence refuses, how it chooses an implementation, and that torch.compile passes through it."""
+"""What the recurrence refuses, and how it chooses an implementation."""
 
 from __future__ import annotations
 
@@ -127,51 +127,6 @@ def test_the_environment_chooses_and_cannot_be_misspelt(monkeypatch: pytest.Monk
     monkeypatch.setenv("CDRMIX_BACKEND", "cuda")
     with pytest.raises(ValueError, match=r"CDRMIX_BACKEND='cuda'.*triton, cpu, reference"):
         ops.backend(x)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_operator_is_registered_as_pytorch_wants_it(
-    backend: str, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Schema, fake tensors and autograd registration agree with what the operator does."""
-    monkeypatch.setenv("CDRMIX_BACKEND", backend)
-    inputs = [x.requires_grad_() for x in arguments(heads=1).values()]
-    cu_seqlens = starts(0, 3, 5, 10) if packed else None
-    state = torch.randn(3 if packed else 2, 1, 32, 32, requires_grad=True)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for flags in ((False, False), (True, True), (True, False)):  # save, recompute
-        torch.library.opcheck(
-            torch.ops.cdrmix.wkv7.default, (*inputs, state, cu_seqlens, None, *flags, True), test_utils=checks
-        )
-    token = [x.detach()[:, 0].contiguous() for x in inputs]
-    torch.library.opcheck(torch.ops.cdrmix.wkv7_step.default, (*token, torch.zeros(2, 1, 32, 32)), test_utils=checks)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.slow)])
-def test_compile_passes_through_without_a_break(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CDRMIX_BACKEND", backend)
-    inputs = {name: x.requires_grad_() for name, x in arguments().items()}
-
-    def model(cu_seqlens: Tensor, **inputs: Tensor) -> Tensor:
-        y, last = ops.wkv7(**inputs, cu_seqlens=cu_seqlens, return_state=True)
-        assert last is not None
-        return (y * 2).square().sum() + last.sum()
-
-    cu_seqlens = starts(0, 3, 5, 10)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for loss in (compiled(cu_seqlens, **inputs), model(cu_seqlens, **inputs)):
-        gradients = torch.autograd.grad(loss, list(inputs.values()))
-        assert all(bool(dx.isfinite().all()) for dx in gradients)
-        torch.testing.assert_close(loss, model(cu_seqlens, **inputs), rtol=0, atol=0)
-    torch._dynamo.reset()
-
-
-def test_second_derivatives_are_refused_and_not_wrong() -> None:
-    inputs = {name: x.requires_grad_() for name, x in arguments().items()}
-    (gradient,) = torch.autograd.grad(ops.wkv7(**inputs)[0].square().sum(), inputs["r"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"no autograd formula|does not require grad"):
-        gradient.sum().backward()
 
 
 def test_layers_of_a_batch_share_one_table_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
