@@ -22,7 +22,7 @@ from cdrmix.reason.rl.rollout import decode, generate, micro_batches, taken
 VOCABULARY = 24
 
 
-def model_of(*, mamba: bool = False) -> LanguageModel:
+def model_of(*, mamba: bool = False, routed: bool = False) -> LanguageModel:
     """RWKV-7 (or Mamba-2), then attention; initialised wider than in training, so that its output is not uniform."""
     torch.manual_seed(5)
     config = Model(
@@ -34,7 +34,9 @@ def model_of(*, mamba: bool = False) -> LanguageModel:
         attention=Attention(heads=2, kv_heads=1),
         rwkv=Rwkv(head_size=16, decay_rank=4, iclr_rank=4, value_rank=4, gate_rank=4),
         mamba=Mamba(d_state=16, head_dim=16),
-        feed_forward=FeedForward(kind="channel_mix", hidden=48),
+        feed_forward=FeedForward(hidden=16, experts=4, top_k=2)
+        if routed
+        else FeedForward(kind="channel_mix", hidden=48),
     )
     model = LanguageModel(config)
     with torch.no_grad():
@@ -71,6 +73,18 @@ def test_greedy_takes_the_likeliest() -> None:
     with torch.no_grad():
         logits = taken(model, prompts(5), made.tokens_BN).logits_SNV
     assert torch.equal(made.tokens_BN, logits.argmax(-1))
+
+
+def test_routers_do_not_see_what_is_after_the_end_of_a_row() -> None:
+    """Bar: float32, sums of the same terms in another order."""
+    model, tokens = model_of(routed=True), prompts(2)[:1].repeat(2, 1)
+    ended = torch.arange(tokens.shape[1]).expand(2, -1) < torch.tensor([[3], [3]])
+    wanted, other = (taken(model, prompts(2), tokens[:, :n]) for n in (3, tokens.shape[1]))
+    for filling in (1, 2):
+        found = taken(model, prompts(2), torch.where(ended, tokens, filling), ended)
+        torch.testing.assert_close(found.logits_SNV[:, :3], wanted.logits_SNV, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.balance, wanted.balance, rtol=1e-5, atol=0)
+    assert (other.balance - wanted.balance).abs() > 1e-3 * wanted.balance
 
 
 def test_the_end_closes_a_row() -> None:

@@ -63,9 +63,9 @@ class AnswerScorer:
         places_A = torch.arange(answer_RA.shape[1], device=device)
         wanted_RA = torch.where(places_A == lengths_R1, self._window.marks.end, answer_RA)
         begin_RL = self._window.begin(episodes.question_BQ.to(device)).repeat_interleave(group, 0)
-        logits = taken(model, torch.cat([begin_RL, self._window.last(memory_RM)], 1), wanted_RA).logits_SNV
-        log_probs = logits.log_softmax(-1).gather(-1, wanted_RA.unsqueeze(-1)).squeeze(-1).double()
         counted = places_A <= lengths_R1
+        logits = taken(model, torch.cat([begin_RL, self._window.last(memory_RM)], 1), wanted_RA, counted).logits_SNV
+        log_probs = logits.log_softmax(-1).gather(-1, wanted_RA.unsqueeze(-1)).squeeze(-1).double()
         return (torch.where(counted, log_probs, 0.0).sum(1) / counted.sum(1)).exp()
 
     def likelihoods_before(self, model: LanguageModel, reading: Reading, episodes: Episodes) -> Tensor:

@@ -201,9 +201,9 @@ class _ImitationLoss:
     def __call__(self, model: StageBModel) -> Outcome:
         device = next(model.parameters()).device
         prompts, targets, mask = (x.to(device) for x in self.part)
-        logits, balance = taken(model.language_model, prompts, targets)
+        logits, balance = taken(model.language_model, prompts, targets, mask)
         costs = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(mask.shape)
         total = torch.where(mask, costs, 0.0).sum() / self.tokens
         right = ((logits.detach().argmax(-1) == targets) & mask).sum()
         sums = torch.stack([total.detach().float(), right.float(), mask.sum().float()])
-        return Outcome(total + balance * (len(mask) / self.sequences), sums)
+        return Outcome(total + balance * (mask.any(1).sum() / self.sequences), sums)

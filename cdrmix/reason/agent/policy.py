@@ -311,15 +311,14 @@ class _PolicyLoss:
 
     def __call__(self, model: StageBModel) -> Outcome:
         prompts, tokens, old_log_probs, advantages, mask = self.batch
-        logits, balance = taken(model.language_model, prompts, tokens)
+        logits, balance = taken(model.language_model, prompts, tokens, mask)
         logits = logits / self.temperature
         reference = None
         if self.objective.kl_weight:
             assert self.reference is not None
             with torch.no_grad():
-                reference = _log_probs(
-                    taken(self.reference.language_model, prompts, tokens).logits_SNV / self.temperature, tokens
-                )
+                before = taken(self.reference.language_model, prompts, tokens, mask).logits_SNV
+                reference = _log_probs(before / self.temperature, tokens)
         result = policy_loss(
             _log_probs(logits, tokens), old_log_probs, advantages, mask, self.objective, self.totals, reference
         )

@@ -106,9 +106,17 @@ class Taken(NamedTuple):
     balance: Tensor
 
 
-def taken(model: LanguageModel, prompts_SL: Tensor, tokens_SN: Tensor) -> Taken:
-    """One differentiable pass over prompts and the tokens that were generated after them."""
-    output = model(torch.cat([prompts_SL, tokens_SN[:, :-1]], 1))
+def taken(model: LanguageModel, prompts_SL: Tensor, tokens_SN: Tensor, mask_SN: Tensor | None = None) -> Taken:
+    """One differentiable pass over prompts and the tokens that were generated after them.
+
+    mask_SN: bool, which tokens were generated; None: all. Positions that predict none of them are filling: no router
+    sees them.
+    """
+    tokens_N = None
+    if mask_SN is not None and model.config.routers and not mask_SN[:, 1:].all():
+        is_token_SP = torch.cat([torch.ones_like(prompts_SL, dtype=torch.bool), mask_SN[:, 1:]], 1)
+        tokens_N = is_token_SP.flatten().nonzero().squeeze(1)
+    output = model(torch.cat([prompts_SL, tokens_SN[:, :-1]], 1), tokens_N=tokens_N)
     logits = model.logits(output.hidden_BTD[:, prompts_SL.shape[1] - 1 :])
     balance = logits.new_zeros(())
     if output.router is not None:
