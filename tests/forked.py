@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from flushing import stop_flushing
 
 from cdrmix import plugins
 
@@ -153,7 +152,6 @@ def run(arguments: Sequence[str | Path], environment: Mapping[str, str] | None =
 
 
 def _serve(connection: socket.socket) -> None:
-    stop_flushing()
     for module in () if any(map(os.path.exists, GPU_DRIVERS)) else MODULES:
         with contextlib.suppress(ModuleNotFoundError):  # on a bare machine
             importlib.import_module(module)
@@ -240,4 +238,9 @@ def _become(file: int, arguments: list[str], environment: dict[str, str], folder
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parent))  # for this import alone
+    from flushing import stop_flushing
+
+    sys.path.pop()
+    stop_flushing()
     _serve(socket.socket(fileno=int(sys.argv[1])))

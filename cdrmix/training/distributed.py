@@ -20,10 +20,11 @@ from torch import Tensor
 
 from cdrmix.code_caches import check_code_caches
 from cdrmix.config.schema import Config
-from cdrmix.errors import ConfigError
+from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.kernels.common.products import multiplies_on_one_thread, set_num_threads
 from cdrmix.runtime import be_deterministic, check_cpu, check_gpu, device_type, keep_freed_memory, threads
 from cdrmix.training import messages
+from cdrmix.training.launch import lost_peer
 from cdrmix.training.rendezvous import TIMEOUT, place, rendezvous_store, wait_for_all
 from cdrmix.training.threads import candidates
 
@@ -236,7 +237,16 @@ def _join_process_group(rank: int, size: int, local_rank: int, device: torch.dev
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         store = rendezvous_store(rank, size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        except (RuntimeError, ValueError, MemoryError) as error:  # the last for a length that gloo read there
+            if isinstance(error, RuntimeError) and lost_peer(error):
+                raise
+            raise CdrmixError(
+                f"process {rank} could not connect to the others by the addresses in the store of the run "
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]}). Another program may have written "
+                "there: see docs/security.md for the network that a run over several machines needs"
+            ) from error
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     atexit.register(_leave)
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -267,6 +268,29 @@ def test_what_a_stranger_writes_into_the_store_is_not_run(monkeypatch: pytest.Mo
             world.gather(None, "the choice")
         thread.join()
     assert not harm.exists()
+
+
+CONNECTING = """
+import sys, torch, torch.distributed as dist
+from cdrmix.errors import CdrmixError
+from cdrmix.training import distributed
+store = dist.HashStore()
+for key in ("0//cpu//0/1", "0//1//cpu//0/1"):
+    store.set(key, sys.argv[1])
+distributed.rendezvous_store = lambda rank, size: store
+try:
+    distributed._join_process_group(0, 2, 0, torch.device("cpu"))
+except CdrmixError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("written", ["\x7f" * 64, "0", "x"], ids=["a length", "a digit", "a letter"])
+def test_addresses_that_a_stranger_wrote_end_in_a_message(written: str) -> None:
+    """gloo took a length from them, and the process ended in a traceback because there is not so much memory."""
+    code, output = forked.run(["-c", CONNECTING, written])
+    assert code == 0, output
+    assert "process 0 could not connect to the others by the addresses in the store" in output
 
 
 @pytest.mark.parametrize("name", code_caches.VARIABLES)
