@@ -34,7 +34,7 @@ help:
 	@echo 'make test-time  the CPU time of each quick test; fails above the budget'
 	@echo 'make gate      of the tests what stage B stands on, in five minutes'
 	@echo 'make storm     kills and resumes STORMS ($(STORMS)) small trainings; each must end with the files of an undisturbed one'
-	@echo 'make mutations  puts errors into copies of the code, one at a time; the quick tests must find each'
+	@echo 'make mutations  puts errors into copies of the code, one at a time; the tests must find each'
 	@echo 'make lint      ruff and mypy alone;  make format  rewrites what ruff can;  make clean  forgets .venv and builds'
 	@echo 'make docs      the documentation as a web site in build/docs, which needs no network'
 	@echo 'make gpu-wheels  what a bare GPU machine lacks for benchmarks/gpu.sh, in .whl: at most 64 MiB'

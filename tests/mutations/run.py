@@ -1,12 +1,12 @@
 """The mutation check: puts one error at a time into a copy of the project, and shows which test finds it.
 
-    python tests/mutations/run.py                       all of mutations.py, the quick tests; prints a table in Markdown
+    python tests/mutations/run.py                       all of mutations.py; prints a table in Markdown
     python tests/mutations/run.py --only decay ties     those whose name has one of these words
-    python tests/mutations/run.py --slow                with the tests of `make test-all`
     python tests/mutations/run.py --tests REVISION      with the tests as they were at a commit
     python tests/mutations/run.py --jobs 1              one error at a time; by default as many as there are CPUs
 
-Each job has a copy of its own. For an error in csrc/ the extensions that it affects are built in the copy.
+The quick tests among those of an error run; the slow ones only where none of them is quick, and the table says so. Each
+job has a copy of its own. For an error in csrc/ the extensions that it affects are built in the copy.
 Exit code 0: every error was found. 1: one was not, or is not valid: it does not compile, or the tests cannot be
 collected. 2: a test that found one fails without any error too.
 """
@@ -28,6 +28,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 from mutations import MUTATIONS, Mutation
 
@@ -37,11 +39,13 @@ CRASHES = [-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS,
 
 
 class Outcome(NamedTuple):
-    """The result of the tests: pytest's exit code (None: out of time), the tests that failed, CPU seconds."""
+    """The result of the tests: pytest's exit code (None: out of time), the tests that failed, CPU seconds, and whether
+    slow tests ran."""
 
     code: int | None
     failed: str
     seconds: float
+    slow: bool
 
     @property
     def valid(self) -> bool:
@@ -93,8 +97,9 @@ def extensions() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in (ROOT / "cdrmix").glob("*.so")]
 
 
-def run_tests(copy: Copy, tests: Iterable[str], *, slow: bool, most_failures: int = 1) -> Outcome:
-    """Runs tests in the copy. Stops after `most_failures` failures (0: never)."""
+def run_tests(copy: Copy, tests: Iterable[str], *, slow: bool = False, most_failures: int = 1) -> Outcome:
+    """Runs tests in the copy; the slow ones too if `slow`, or if none of them is quick. Stops after `most_failures`
+    failures (0: never)."""
     marks = "not gpu" if slow else "not gpu and not slow"
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider"]
     command += [f"--maxfail={most_failures}", *sorted(set(tests))]
@@ -106,6 +111,8 @@ def run_tests(copy: Copy, tests: Iterable[str], *, slow: bool, most_failures: in
         code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired:
         code, output = None, ""
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED and not slow:
+        return run_tests(copy, tests, slow=True, most_failures=most_failures)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     names = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
@@ -113,10 +120,10 @@ def run_tests(copy: Copy, tests: Iterable[str], *, slow: bool, most_failures: in
     if code not in (0, 1):
         print(output[-3000:], file=sys.stderr)
     crashed = "out of time" if code is None else f"the process ended with {code}"
-    return Outcome(code, failed or crashed, seconds)
+    return Outcome(code, failed or crashed, seconds, slow)
 
 
-def check(folder: Path, revision: str | None, slow: bool, mutation: Mutation) -> Outcome:
+def check(folder: Path, revision: str | None, mutation: Mutation) -> Outcome:
     """Puts the error into the copy of this process, runs its tests, and restores the copy."""
     copy = own_copy(folder, revision)
     path = copy.tree / mutation.file
@@ -127,8 +134,8 @@ def check(folder: Path, revision: str | None, slow: bool, mutation: Mutation) ->
     compiled = mutation.file.startswith("csrc/")
     try:
         if compiled and not build(copy, mutation.file):
-            return Outcome(2, "it does not compile", 0.0)
-        return run_tests(copy, mutation.tests, slow=slow)
+            return Outcome(2, "it does not compile", 0.0, slow=False)
+        return run_tests(copy, mutation.tests)
     finally:
         for name in [mutation.file, *(extensions() if compiled else [])]:
             shutil.copy2(ROOT / name, copy.tree / name)
@@ -145,35 +152,36 @@ def build(copy: Copy, file: str) -> bool:
     return done.returncode == 0
 
 
-def check_clean(folder: Path, revision: str | None, slow: bool, tests: Iterable[str]) -> Outcome:
+def check_clean(folder: Path, revision: str | None, tests: Iterable[str]) -> Outcome:
     """Runs tests in the copy of this process without an error in it."""
-    return run_tests(own_copy(folder, revision), tests, slow=slow, most_failures=0)
+    return run_tests(own_copy(folder, revision), tests, slow=True, most_failures=0)
 
 
 def main() -> int:
     """Runs the check and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="errors whose name has one of these")
-    parser.add_argument("--slow", action="store_true", help="also the tests with the marker slow")
     parser.add_argument("--tests", metavar="REVISION", help="take the tests from this commit")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="errors at once (default: CPUs)")
     options = parser.parse_args()
     chosen = [each for each in MUTATIONS if any(word in each.name for word in options.only)]
     missed: list[Mutation] = []
+    by_slow_tests = 0
     finders: list[str] = []
     with tempfile.TemporaryDirectory(prefix="cdrmix-mutations-") as name, ProcessPoolExecutor(options.jobs) as jobs:
-        arguments = Path(name), options.tests, options.slow
+        arguments = Path(name), options.tests
         print("| error | file | found by | CPU seconds |\n|---|---|---|---|", flush=True)
         for mutation, outcome in zip(chosen, jobs.map(functools.partial(check, *arguments), chosen), strict=True):
             if outcome.found:
                 finders.append(outcome.failed if outcome.code == 1 else mutation.tests[0])
-                by = f"`{outcome.failed.removeprefix('tests/')}`"
+                by = f"`{outcome.failed.removeprefix('tests/')}`{' (slow)' * outcome.slow}"
+                by_slow_tests += outcome.slow
             else:
                 missed.append(mutation)
                 by = "**nothing**" if outcome.valid else f"**not valid**: {outcome.failed}"
             print(f"| {mutation.name} | `{mutation.file}` | {by} | {outcome.seconds:.0f} |", flush=True)
         clean = jobs.submit(check_clean, *arguments, finders).result() if finders else None
-    print(f"\n{len(chosen) - len(missed)} of {len(chosen)} found.")
+    print(f"\n{len(chosen) - len(missed)} of {len(chosen)} found, {by_slow_tests} of them by slow tests.")
     if clean is not None and clean.code != 0:
         print(f"without any error fails, too: {clean.failed}", file=sys.stderr)
         return 2
