@@ -36,7 +36,6 @@ from moe_peers import (
     halves_apart,
     implementations,
     routed,
-    serve_by,
 )
 from torch import Tensor
 
@@ -233,13 +232,7 @@ def parts(problem: Problem, part: str, mine: Runner) -> dict[str, Callable[[], o
 
     calls: dict[str, Callable[[], object]] = {ROUTING: routing, MOVING: moving(problem, part), DENSE: forward}
     if part == "training":
-        mine_backward = mine.backward()
-
-        def by_the_table() -> object:  # resets a choice that an earlier peer made
-            serve_by(None, problem.x.device)
-            return mine_backward()
-
-        calls |= {DENSE: lambda: (forward(), backward()), DENSE_BACKWARD: backward, BACKWARD: by_the_table}
+        calls |= {DENSE: lambda: (forward(), backward()), DENSE_BACKWARD: backward, BACKWARD: mine.backward()}
     return calls
 
 

@@ -111,18 +111,11 @@ def compiled_later(call: Call, dynamic: bool | None = None) -> Call:
     return run
 
 
-def serve_by(products: str | None, device: torch.device) -> None:
-    """Sets the library of our products, forward and backward; None: the choice of the committed table."""
-    if device.type == "cuda":
-        importlib.import_module("cdrmix.kernels.moe.grouped").force(products)
-
-
-def ours(layer: Layer, recompute: bool = False, products: str | None = None) -> Implementation:
-    """cdrmix; products: the library of GPU products, instead of the committed choice (kernels/moe/grouped.py)."""
+def ours(layer: Layer, recompute: bool = False) -> Implementation:
+    """cdrmix."""
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         w_up, w_down = weights
-        serve_by(products, x.device)
         routing = ops.route_topk(logits, layer.k)
         return ops.moe_experts(x, w_up, w_down, routing, activation=layer.activation, recompute=recompute)
 
@@ -335,8 +328,6 @@ def liger(layer: Layer) -> Iterator[tuple[str, Implementation]]:
 def implementations(device: str, layer: Layer) -> tuple[dict[str, Implementation], dict[str, str]]:
     """The implementations that can be measured, ours first, and the reasons for the absent ones."""
     found = {OURS: ours(layer), f"{OURS}, recompute=True": ours(layer, recompute=True)}
-    if device == "cuda":
-        found |= {f"{OURS}, products by {who}": ours(layer, products=who) for who in ("grouped_mm", "triton")}
     absent = {"MegaBlocks": "has source distributions alone, to be compiled against the machine's CUDA"}
     found[GROUPED] = grouped_mm(layer)
     only_gated = {} if layer.gated else dict.fromkeys((SONICMOE, LIGER), "has gated activations alone")

@@ -32,7 +32,6 @@ ALLOWED = {
     "candidate_pairs": "docs/data.md: near-duplicates without the pipeline",
     "create_from_arg_string": "lm-eval calls it",
     "deduplicate": "docs/data.md: near-duplicates without the pipeline",
-    "force": "tests and measurements choose the library that multiplies",
     "generate_until": "lm-eval calls it",
     "ignore_aliases": "PyYAML's dumper calls it",
     "loglikelihood": "lm-eval calls it",

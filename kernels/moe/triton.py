@@ -14,8 +14,6 @@ Rows from counts_E.sum() on belong to dropped routes: they are never read, and b
 without rows gets gradients of zero. Products are summed in float32. There are no atomics, no tuning at run time, and
 the host reads nothing back: the same bits every time.
 
-A table (grouped.py) says for which products torch._grouped_mm replaces the kernels of triton_gemm.py.
-
 A persistent product runs one program a multiprocessor, which loops over tiles. This loop is not flattened into the
 loop over the depth: with a flattened loop Triton waits for each product of a tile before it issues the next (2,260
 cycles instead of 1,330 for a step of 128 x 256 x 64, estimated under Triton 3.6.0 and 3.7.1).
@@ -28,7 +26,6 @@ bytes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +35,6 @@ import triton
 from torch import Tensor
 
 from cdrmix.kernels.common.triton_helpers import Build, architecture
-from cdrmix.kernels.moe.grouped import GROUPED, activate, activate_gradient, choice, ends
 from cdrmix.kernels.moe.triton_gemm import moe_gradient, moe_rows_gemm, moe_up, moe_weight_gradient, moe_weight_product
 from cdrmix.kernels.moe.triton_rows import (
     NAMES,
@@ -211,24 +207,8 @@ class Problem:
         tiles = self.plan.tiles * -(-width // self.launches[name].block_n)
         return min(tiles, processors(self.device)) if self.launches[name].persistent else tiles
 
-    @functools.cached_property
-    def ends_E(self) -> Tensor:
-        return ends(self.counts_E)
-
-    def grouped(self, product: str, left: Tensor, w: Tensor) -> bool:
-        return choice(product, self.arch, self.F, left, w) == GROUPED
-
-    def sorted_rows(self, x_TD: Tensor) -> Tensor:
-        return dispatch(x_TD, self.order_R, self.counts_E, self.k)
-
     def up(self, x_TD: Tensor, w_up: Tensor, *, save_z: bool, save_a: bool) -> tuple[Tensor, Tensor]:
         """z [R, Z] and hidden = act(z) [R, F]; one that is not saved may be empty."""
-        if self.grouped("up", x_TD, w_up):
-            z = torch._grouped_mm(self.sorted_rows(x_TD), w_up, offs=self.ends_E)
-            hidden = self.empty(self.R if save_a else 0, self.F)
-            if save_a:
-                activate(z, self.counts_E, hidden, gated=self.gated)
-            return z, hidden
         z, hidden = self.empty(self.R if save_z else 0, self.Z), self.empty(self.R if save_a else 0, self.F)
         arguments = x_TD, w_up, self.plan.tokens_R, self.plan.table, z, hidden, self.plan.tiles
         launch = self.launches["up"]
@@ -240,8 +220,6 @@ class Problem:
     def rows(self, left: Tensor, w: Tensor, *, transposed: bool, zeros: bool = False) -> Tensor:
         """Sorted rows times their expert's matrix; `zeros`: writes zeros to the rows of no expert."""
         width = w.shape[1] if transposed else w.shape[2]
-        if not zeros and self.grouped("rows", left, w):
-            return torch._grouped_mm(left, w.mT if transposed else w, offs=self.ends_E)
         out = torch.zeros((self.R, width), dtype=self.dtype, device=self.device) if zeros else self.empty(self.R, width)
         name = "rows_transposed" if transposed else "rows"
         arguments = left, w, self.plan.table, out, self.plan.tiles
@@ -254,10 +232,6 @@ class Problem:
         self, dy_TD: Tensor, w_down: Tensor, weights_TK: Tensor, z: Tensor, dz: Tensor, weighted: Tensor
     ) -> Tensor:
         """Writes dz and weighted; returns dweights_TK."""
-        if self.grouped("gradient", dy_TD, w_down):
-            dhidden = torch._grouped_mm(self.sorted_rows(dy_TD), w_down.mT, offs=self.ends_E)
-            order = self.counts_E, self.order_R
-            return self.weight_gradient(activate_gradient(dhidden, z, *order, weights_TK, dz, weighted))
         name = "gradient_swiglu" if self.gated else "gradient_relu2"
         columns = -(-self.F // self.launches[name].block_n)
         partial = self.empty(columns, self.R, dtype=torch.float32)
@@ -267,10 +241,6 @@ class Problem:
         )
         sizes = {"D": self.D, "F": self.F, "GATED": self.gated, "PARTS": self.launches[name].parts}
         self.launch(name, moe_gradient, self.plan.tiles * columns, arguments, sizes)
-        return self.weight_gradient(partial)
-
-    def weight_gradient(self, partial: Tensor) -> Tensor:
-        """dweights_TK, summed from the rows' partial sums."""
         dweights_TK = self.empty(self.T, self.k, dtype=torch.float32)
         if self.R:
             with on(self.device):

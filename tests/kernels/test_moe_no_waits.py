@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix.kernels.common import triton_helpers
-from cdrmix.kernels.moe import grouped as moe_grouped
 from cdrmix.kernels.moe import reference as reference_moe
 from cdrmix.kernels.moe import triton as moe_experts
 from cdrmix.kernels.moe import triton_route as moe_route
@@ -42,42 +41,28 @@ def no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("who", [None, "grouped_mm"])
 @pytest.mark.parametrize("capacity", [None, 9])
-def test_a_layer_on_triton_reads_nothing(
-    capacity: int | None, who: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_on_triton_reads_nothing(capacity: int | None) -> None:
     """All that the operators call on a GPU, forward and backward, in Triton's interpreter."""
-    monkeypatch.setattr(torch, "_grouped_mm", lambda left, w, *, offs: product_of_every_row(left, w, offs))
     generator = torch.Generator().manual_seed(0)
     keep = torch.rand(21, generator=generator) < 0.7
     logits, x, dy = (torch.randn(21, size, generator=generator) for size in (3, 16, 16))
     w_up, w_down = torch.randn(3, 16, 32, generator=generator), torch.randn(3, 16, 16, generator=generator)
     sums = [torch.zeros_like(w_up), torch.zeros_like(w_down)]
-    moe_grouped.force(who)
-    try:
-        with NoReads():
-            weights, chosen, counts, tokens_per_expert, order, balance, z_loss = moe_route.route_forward(
-                logits, 2, None, capacity, keep
-            )
-            moe_route.route_backward(weights, balance, z_loss, logits, chosen, tokens_per_expert, 2, keep)
-            tensors = x, w_up, w_down, weights, order, counts
-            for recompute in (False, True):
-                _, z = moe_experts.experts_forward(*tensors, activation="swiglu", recompute=recompute)
-                for given in ([], sums):
-                    moe_experts.experts_backward(dy, *tensors, z, *given, activation="swiglu", recompute=recompute)
-            rows = moe_rows.dispatch(x, order, counts, 2)
-            moe_rows.combine(rows, order, counts, 2)
-            y = moe_experts.product_forward(rows, w_down, counts)
-            moe_experts.product_backward(y, rows, w_down, counts, sums[1])
-    finally:
-        moe_grouped.force(None)
-
-
-def product_of_every_row(left: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """What torch._grouped_mm does, as its CPU's way reads the offsets: each row by its own expert's matrix."""
-    expert = torch.searchsorted(offs, torch.arange(len(left), dtype=torch.int32), right=True).clamp(max=len(w) - 1)
-    return torch.einsum("rd,rdf->rf", left, w.index_select(0, expert))
+    with NoReads():
+        weights, chosen, counts, tokens_per_expert, order, balance, z_loss = moe_route.route_forward(
+            logits, 2, None, capacity, keep
+        )
+        moe_route.route_backward(weights, balance, z_loss, logits, chosen, tokens_per_expert, 2, keep)
+        tensors = x, w_up, w_down, weights, order, counts
+        for recompute in (False, True):
+            _, z = moe_experts.experts_forward(*tensors, activation="swiglu", recompute=recompute)
+            for given in ([], sums):
+                moe_experts.experts_backward(dy, *tensors, z, *given, activation="swiglu", recompute=recompute)
+        rows = moe_rows.dispatch(x, order, counts, 2)
+        moe_rows.combine(rows, order, counts, 2)
+        y = moe_experts.product_forward(rows, w_down, counts)
+        moe_experts.product_backward(y, rows, w_down, counts, sums[1])
 
 
 def test_a_read_is_found() -> None:
