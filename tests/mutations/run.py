@@ -83,7 +83,9 @@ def own_copy(folder: Path, tests: str | None) -> Copy:
         subprocess.run(["tar", "-x"], cwd=tree, input=archive, check=True)
     site.mkdir()
     (site / "cdrmix").symlink_to(tree / "cdrmix")
-    environment = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+    environment = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+    # Compiled files save half of the time. Python makes them anew where the time or the size of the source is another.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     imported = subprocess.run(
         [sys.executable, "-c", "import cdrmix; print(cdrmix.__file__)"],
         cwd=tree, env=environment, check=True, capture_output=True, text=True,
