@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Literal, NamedTuple
 
 from cdrmix.errors import ConfigError
+from cdrmix.json_text import parse_json
 
 SERVER = Path(__file__).with_name("sandbox_server.py")
 Outcome = Literal["passed", "failed", "timeout", "memory", "forbidden", "crashed"]
@@ -158,7 +159,7 @@ class Sandbox:
                 return Verdict("crashed", "the server of the sandbox ended", 0.0)
         finally:
             self._idle.put(server)
-        found = json.loads(answer)
+        found = parse_json(answer)
         return Verdict(found["outcome"], found["detail"], found["seconds"])
 
     def _close(self) -> None:
@@ -193,7 +194,7 @@ def _start() -> tuple[subprocess.Popen[str], Layers]:
         message = server.stderr.read().strip().rpartition("\n")[2]
         _stop(server)
         raise ConfigError(f"the server of the sandbox cannot start: {message}")
-    found = json.loads(line)
+    found = parse_json(line)
     return server, Layers(found["user"], found["layers"], found["landlock_abi"])
 
 

@@ -18,6 +18,7 @@ import torch
 
 from cdrmix import errors
 from cdrmix.errors import CdrmixError
+from cdrmix.json_text import parse_json
 
 PLAIN = (type(None), bool, int, float, str)
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -32,7 +33,7 @@ def encode(item: object) -> str:
 def decode(message: str | bytes) -> Any:
     """The item of a message. Raises ValueError if it is none that `encode` makes."""
     try:
-        return _item(json.loads(message))
+        return _item(parse_json(message))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, EOFError) as error:
         raise ValueError(f"it is no message of this package: {error}") from error
 

@@ -480,10 +480,12 @@ def test_a_template_gets_arguments_as_the_text_that_was_given(tmp_path: Path) ->
         each = "{% for k, v in " + items + " %}{{ k }}={{ v }};{% endfor %}"
         source = TOOLS_TEMPLATE.replace("{{ c.function | tojson }}", each)
         assert '<call>a=8;b=é " <x>;</call>' in renderer(tmp_path, source).render(given).text
-    for text in ("not JSON", "[1]", "[" * 20000):
+    for text in ("not JSON", "[1]", "[" * 20000, '{"a":' + "[" * 900 + "]" * 900 + "}"):
         call = {"function": {"name": "add", "arguments": text}}
-        made = renderer(tmp_path, TOOLS_TEMPLATE).render(parse(with_calls([call], None)))
-        assert json.dumps({"name": "add", "arguments": text}) in made.text
+        made, given = renderer(tmp_path, TOOLS_TEMPLATE), parse(with_calls([call], None))
+        rendered = made.render(given)
+        assert json.dumps({"name": "add", "arguments": text}) in rendered.text
+        assert made.hidden_fields(given, rendered) == set()
     with pytest.raises(BadRecord, match="the field 'tool_calls' of turn 2 is not JSON"):
         parse(with_calls("[" * 20000, None))
     with pytest.raises(BadRecord, match="the field 'tool_calls' of turn 2 is an object, not a list"):

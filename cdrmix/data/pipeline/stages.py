@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from cdrmix.data.pipeline.executor import Executor
 from cdrmix.durable import wait_for_lock, write_atomically
+from cdrmix.json_text import parse_json
 
 Task = TypeVar("Task")
 Say = Callable[[str], None]
@@ -87,7 +88,7 @@ class StageRunner:
         path = self.folder / f"{name}.json"
         if not path.exists():
             write_atomically(path, json.dumps(make()))
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
 
     def stage(
         self,
@@ -110,7 +111,7 @@ class StageRunner:
             for size in self.executor.run(partial(_run, function), missing):
                 progress.add(size)
             progress.end()
-            results = [json.loads(path.read_bytes()) for path, _ in numbered]
+            results = [parse_json(path.read_bytes()) for path, _ in numbered]
             return {
                 "results": results,
                 "seconds": time.monotonic() - progress.started,
@@ -130,7 +131,7 @@ class StageRunner:
         """
         path = self.folder / f"{name}.json"
         if path.exists():
-            return len(json.loads(path.read_bytes())["results"])
+            return len(parse_json(path.read_bytes())["results"])
         begun = self.folder / f"{name}.tasks"
         if not begun.exists() or begun.read_text() != str(otherwise):
             self.remove(f"{name}.results")
@@ -141,7 +142,7 @@ class StageRunner:
         """By stage: seconds, cpu_seconds of its tasks, bytes of processed text."""
         timings = {}
         for path in sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
-            content = json.loads(path.read_bytes())
+            content = parse_json(path.read_bytes())
             if isinstance(content, dict) and "seconds" in content:
                 timings[path.stem] = {name: content[name] for name in ("seconds", "cpu_seconds", "bytes")}
         return timings

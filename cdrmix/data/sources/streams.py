@@ -26,7 +26,7 @@ from cdrmix.data.sources.tables import (
     decoded,
     json_lines,
     parse_cells,
-    parse_json,
+    parse_object,
     parse_row,
 )
 from cdrmix.durable import disk_full, is_disk_full
@@ -265,7 +265,7 @@ def _is_kept(value: Any) -> bool:
 
 
 PARSERS: dict[str, Callable[[Any, str], tuple[str, Metadata]]] = {
-    "jsonl": parse_json,
+    "jsonl": parse_object,
     "csv": parse_row,
     "parquet": parse_cells,
     "row": parse_stream_row,
