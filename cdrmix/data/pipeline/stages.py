@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import socket
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cdrmix.data.pipeline.executor import Executor
-from cdrmix.durable import wait_for_lock, write_atomically
+from cdrmix.durable import wait_for_lock, wait_until, write_atomically
 from cdrmix.json_text import parse_json
 
 Task = TypeVar("Task")
@@ -170,17 +171,16 @@ def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
     """
     me = f"{socket.gethostname()} {os.getpid()}"
     with lock.open("a+") as file:
-        wait_for_lock(file, lambda: say(f"{_holder(lock)} is preparing this text; waiting for it"))
-        told_user = False
-        while (
-            (holder := lock.read_text())
-            and holder.split()[0] != me.split()[0]
-            and _age(lock) < HEARTBEAT_TIMEOUT_SECONDS
-        ):
-            if not told_user:
-                say(f"The machine {holder.split()[0]} is preparing this text; waiting for it")
-                told_user = True
-            time.sleep(1)
+
+        def waiting(seconds: float = 0.0) -> None:
+            say(f"{_holder(lock)} is preparing this text; waiting for it")
+
+        def free() -> bool:
+            holder = lock.read_text().split()
+            return not holder or holder[0] == me.split()[0] or _age(lock) >= HEARTBEAT_TIMEOUT_SECONDS
+
+        wait_for_lock(file, waiting)
+        wait_until(free, math.inf, waiting, first=0.0)
         lock.write_text(me)
         stop = threading.Event()
 
