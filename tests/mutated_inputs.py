@@ -24,36 +24,9 @@ import yaml
 import zstandard
 
 ODD_TEXTS = (
-    *(
-        "",
-        " ",
-        "\n",
-        "\x00",
-        "\ud800",
-        "\ufeff",
-        "a" * 3000,
-        "\u202e",
-        "é",
-        "日本語",
-        "<|endoftext|>",
-        "{{ 1 }}",
-        "\\u0000",
-    ),
-    *(
-        "null",
-        "NaN",
-        "1e999",
-        "../../etc",
-        "~",
-        "/",
-        "-1",
-        "0x10",
-        "yes",
-        "*x",
-        "&x",
-        "!!python/object:os.system",
-        "a\tb",
-    ),
+    *("", " ", "\n", "\x00", "\ud800", "\ufeff", "a" * 3000, "\u202e", "é", "日本語", "<|endoftext|>", "{{ 1 }}"),
+    *("\\u0000", "null", "NaN", "1e999", "../../etc", "~", "/", "-1", "0x10", "yes", "*x", "&x"),
+    *("!!python/object:os.system", "a\tb"),
 )
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 2**63, 2**200, -(2**63), 0.5, 1e308, float("nan"), float("inf"), [], {}, [None], [[]]),
@@ -71,11 +44,12 @@ class Rows(NamedTuple):
     containers: tuple[str, ...]
 
 
+JSON_LINES_AND_PARQUET = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
 TEXTS = Rows(
     "jsonl",
     {},
     [{"text": f"def f{n}(x):\n    return x + {n}\n", "url": f"http://h.org/{n}", "n": n} for n in range(8)],
-    ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv"),
+    (*JSON_LINES_AND_PARQUET, "csv"),
 )
 CHATS = Rows(
     "chat",
@@ -91,9 +65,8 @@ CHATS = Rows(
         }
         for n in range(8)
     ],
-    ("jsonl", "jsonl.gz", "jsonl.zst", "parquet"),
+    JSON_LINES_AND_PARQUET,
 )
-JSON_LINES_AND_PARQUET = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
 CALLS = Rows(
     "chat",
     {"template": "chatml"},
