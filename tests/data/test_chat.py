@@ -413,7 +413,7 @@ def test_the_loss_is_on_the_turns_that_have_a_weight(name: str, tmp_path: Path) 
         ({"messages": answers(assistantMasks=[1])}, "turn 2 has the field 'assistantMasks', whose meaning"),
         ({"messages": [{**QUESTION[0], "train": True}, QUESTION[1]]}, "turn 1 of the role user is to be trained on"),
         ({"messages": QUESTION, "weight": 2}, "the record has weight 2; allowed"),
-        ({"messages": QUESTION, "weight": 1, "masked": 1}, "its fields weight, masked contradict"),
+        ({"messages": QUESTION, "weight": 1, "masked": 1}, "the fields weight, masked of the record contradict"),
         ({"conversations": QUESTION, "mask": "Assistant"}, "its field 'mask' is 'Assistant'"),
         ({"messages": QUESTION, "mask": [0, 1]}, r"its field 'mask' is \[0, 1\]"),
     ],
