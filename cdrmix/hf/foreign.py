@@ -203,11 +203,7 @@ def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, An
             f"model.path: {section.path} lacks {len(missing)} tensors of its architecture, the first is {missing[0]}"
         )
     if wrong := sorted(report["mismatched_keys"]):
-        name, found, expected = wrong[0]
-        raise ConfigError(
-            f"model.path: {section.path} has {name} with the shape {list(found)}, and config.json describes one with "
-            f"{list(expected)}"
-        )
+        raise _wrong_shape(section.path, *wrong[0])
     _check_head(model, section, described)
     if (problem := not_finite(dict(model.named_parameters()))) is not None:
         raise ConfigError(f"model.path: {section.path} {problem}")
@@ -321,10 +317,7 @@ def check_sizes(section: HuggingFaceModel, described: Any) -> None:
                 f"allowed: {', '.join(FLOATS)}"
             )
         if shape != list(tensor.shape):
-            raise ConfigError(
-                f"model.path: {folder} has {name} with the shape {shape}, and config.json describes one with "
-                f"{list(tensor.shape)}"
-            )
+            raise _wrong_shape(folder, name, shape, tensor.shape)
     needed = sum(tensor.numel() for tensor in wanted.values())
     held = sum(math.prod(shape) for shape, _ in headers.values())
     if needed > 2 * held + SMALL:
@@ -332,6 +325,13 @@ def check_sizes(section: HuggingFaceModel, described: Any) -> None:
             f"model.path: {folder / DESCRIPTION} describes {needed:,} numbers, and the files have {held:,}: they are "
             "not of the same model"
         )
+
+
+def _wrong_shape(folder: object, name: str, found: Sequence[int], expected: Sequence[int]) -> ConfigError:
+    return ConfigError(
+        f"model.path: {folder} has {name} with the shape {list(found)}, and config.json describes one with "
+        f"{list(expected)}"
+    )
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
