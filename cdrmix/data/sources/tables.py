@@ -44,7 +44,7 @@ class JsonLines(FileSource):
         return json_lines(path, self.max_expansion)
 
 
-def json_lines(path: Path | StoredFile, max_expansion: int) -> Iterator[Record]:
+def json_lines(path: StoredFile, max_expansion: int) -> Iterator[Record]:
     """The lines of a file that are not blank, as bytes."""
     number = 0
     with reading(path), open_bytes(path, max_expansion) as stream:
@@ -108,7 +108,7 @@ class CommaSeparated(FileSource):
         return csv_rows(path, self.text_field, self.max_expansion)
 
 
-def csv_rows(path: Path | StoredFile, text_field: str, max_expansion: int) -> Iterator[Record]:
+def csv_rows(path: StoredFile, text_field: str, max_expansion: int) -> Iterator[Record]:
     """The rows of a file. raw: the header and the cells. Raises CorpusError without one column `text_field`."""
     csv.field_size_limit(files.MAX_RECORD_BYTES)  # the default limit of 128 KiB is too short for documents
     with reading(path), open_bytes(path, max_expansion) as stream:
