@@ -97,12 +97,7 @@ class Sandbox:
     layers: Layers
 
     def __init__(
-        self,
-        *,
-        seconds: float = 10.0,
-        megabytes: int = 512,
-        allow_unsafe: bool = False,
-        workers: int | None = None,
+        self, *, seconds: float = 10.0, megabytes: int = 512, allow_unsafe: bool = False, workers: int | None = None
     ) -> None:
         if not 0 < seconds <= 3600:
             raise ConfigError(f"the time limit of a program must be above 0 and at most 3600 seconds; found {seconds}")
@@ -142,12 +137,7 @@ class Sandbox:
             return list(pool.map(self._judge, programs))
 
     def _judge(self, program: Program) -> Verdict:
-        request = {
-            "kind": program.kind,
-            "source": program.source,
-            "seconds": self.seconds,
-            "megabytes": self.megabytes,
-        }
+        request = {"kind": program.kind, "source": program.source, "seconds": self.seconds, "megabytes": self.megabytes}
         server = self._idle.get()
         try:
             answer = _answer(server, json.dumps(request))

@@ -123,8 +123,7 @@ def _python_calls(text: str) -> list[Call]:
         each = tree.elts if isinstance(tree, ast.List) else [tree]
         return [
             Call(
-                ast.unparse(node.func),
-                {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords},
+                ast.unparse(node.func), {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
             )
             for node in each
             if isinstance(node, ast.Call) and not node.args and all(keyword.arg for keyword in node.keywords)

@@ -260,11 +260,7 @@ def model_of(config: Config, folder: Path, weights: Mapping[str, Tensor], *, ori
         raise CheckpointError(f"{origin} {problem}")
     with quiet():
         model = type(empty).from_pretrained(
-            None,
-            config=described,
-            state_dict=dict(weights),
-            dtype=torch.float32,
-            **_attention(section, config),
+            None, config=described, state_dict=dict(weights), dtype=torch.float32, **_attention(section, config)
         )
     return model.eval().requires_grad_(False)
 

@@ -75,10 +75,7 @@ PROBLEMS: dict[str, dict[str, tuple[Change | list[Change], str]]] = {
             Instead("  layers: 4", "  layers: [4"),
             "run.yaml:4: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got ':'",
         ),
-        "tab": (
-            Instead("  layers: 4", "\tlayers: 4"),
-            "run.yaml:3: not valid YAML: *cannot start any token",
-        ),
+        "tab": (Instead("  layers: 4", "\tlayers: 4"), "run.yaml:3: not valid YAML: *cannot start any token"),
     },
     "run": {
         "half a character in a key": (

@@ -92,12 +92,7 @@ def make(
     documents = cu_seqlens or list(range(0, batch * length + 1, length))
     state = (len(documents) - 1, heads, V, K)
     return Case(
-        inputs,
-        normal(*state) * 0.3,
-        normal(*tokens, V).to(dtype),
-        normal(*state),
-        documents,
-        cu_seqlens is not None,
+        inputs, normal(*state) * 0.3, normal(*tokens, V).to(dtype), normal(*state), documents, cu_seqlens is not None
     )
 
 

@@ -92,12 +92,7 @@ class StageRunner:
         return parse_json(path.read_bytes())
 
     def stage(
-        self,
-        name: str,
-        function: Callable[[Task], dict[str, Any]],
-        tasks: Iterable[Task],
-        *,
-        about: str,
+        self, name: str, function: Callable[[Task], dict[str, Any]], tasks: Iterable[Task], *, about: str
     ) -> list[dict[str, Any]]:
         """The results of the tasks, in their order. `function` must write its files before it returns.
 

@@ -82,12 +82,7 @@ class HuggingFace(Source):
         self._place = (0, 0)  # of the last record of `_read`: number of its file, from 0, and its number there, from 1
 
     def identity(self) -> list[Any]:
-        identity: list[Any] = [
-            self.section.name,
-            self.section.config_name,
-            self.section.revision,
-            self.section.split,
-        ]
+        identity: list[Any] = [self.section.name, self.section.config_name, self.section.revision, self.section.split]
         if (folder := Path(self.section.name)).is_dir():  # a local folder has no revision
             for path in walk(folder, (), frozenset()):
                 status = path.stat()
