@@ -234,13 +234,6 @@ def test_a_chunk_has_no_more_bytes_than_it_may() -> None:
     assert cross_entropy.chunk_rows(N, 128, 4096, 2, rounded=True) == 4096
 
 
-@pytest.mark.parametrize("arch", triton_helpers.ARCHITECTURES)
-def test_builds_name_every_argument_once(arch: str) -> None:
-    for build in cross_entropy.builds(arch):
-        assert sorted([*build.signature, *build.constants]) == sorted(build.kernel.arg_names)
-        assert min(build.programs, build.flops, build.bytes) > 0
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-5), (torch.bfloat16, BFLOAT16)])
 @pytest.mark.parametrize("options", OPTIONS)

@@ -334,20 +334,6 @@ def test_the_table_of_tiles_against_a_loop(block_m: int) -> None:
         assert torch.equal(plan.inverse_R[order], torch.cat([torch.arange(rows), torch.full((3,), -1)]).int())
 
 
-@pytest.mark.parametrize("arch", triton_helpers.ARCHITECTURES)
-def test_builds_name_every_argument_once(arch: str) -> None:
-    for module in (moe_route, moe_rows, moe_experts):
-        builds = module.builds(arch)
-        assert builds
-        for build in builds:
-            assert sorted([*build.signature, *build.constants]) == sorted(build.kernel.arg_names)
-            assert build.programs > 0
-            assert build.flops > 0
-            assert build.bytes > 0
-        shipped = [(build.name, repr(build.signature), repr(build.constants)) for build in builds]
-        assert len(set(shipped)) == len(shipped)
-
-
 @pytest.mark.parametrize(("arch", "size"), list(moe_experts.LAUNCHES))
 def test_products_over_rows_share_their_tiles(arch: str, size: int) -> None:
     launches = moe_experts.LAUNCHES[arch, size]

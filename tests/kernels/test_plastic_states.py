@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix import ops
-from cdrmix.kernels.common.triton_helpers import ARCHITECTURES, INTERPRETED
-from cdrmix.kernels.fast_weights import triton_states
+from cdrmix.kernels.common.triton_helpers import INTERPRETED
 from cdrmix.ops import fast_weight_chunks
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is off; `-m gpu` compiles the kernels")
@@ -160,9 +159,3 @@ def test_the_operator_keeps_to_its_schema(monkeypatch: pytest.MonkeyPatch) -> No
     given = [torch.randn(size, generator=random).requires_grad_() for size in sizes]
     drops = torch.tensor([[0, 1, 0], [0, 0, 0]], dtype=torch.int8)
     torch.library.opcheck(torch.ops.cdrmix.plastic_states.default, (*given, drops, 0.9, 3.0))
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_builds_name_every_argument_once(arch: str) -> None:
-    for build in triton_states.builds(arch):
-        assert sorted([*build.signature, *build.constants]) == sorted(build.kernel.arg_names), build.name

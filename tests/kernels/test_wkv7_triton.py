@@ -277,14 +277,8 @@ def test_the_chunk_table_against_a_loop() -> None:
 
 
 @pytest.mark.parametrize("arch", triton_helpers.ARCHITECTURES)
-def test_builds_name_every_argument_once(arch: str) -> None:
-    builds = wkv7.builds(arch)
-    assert {build.name for build in builds} == {f"wkv7_{kernel}" for kernel in wkv7.KERNELS}
-    for build in builds:
-        assert sorted([*build.signature, *build.constants]) == sorted(build.kernel.arg_names)
-        assert build.programs > 0
-        assert build.flops > 0
-        assert build.bytes > 0
+def test_every_kernel_is_built(arch: str) -> None:
+    assert {build.name for build in wkv7.builds(arch)} == {f"wkv7_{kernel}" for kernel in wkv7.KERNELS}
 
 
 @pytest.fixture
