@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from cdrmix.cli_common import positive_integer
 from cdrmix.errors import CheckpointError
 
 
@@ -30,10 +31,10 @@ def add_checkpoints(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
     text = "remove the checkpoints that no rule keeps; the best, queued ones and the only complete one always stay"
     prune_ = add("prune", prune, text)
     prune_.add_argument(
-        "--keep-last", type=_count, metavar="N", help="periodic ones to keep (default: train.keep_last)"
+        "--keep-last", type=positive_integer, metavar="N", help="periodic ones to keep (default: train.keep_last)"
     )
     text = "keep that of each N-th step (default: train.keep_every)"
-    prune_.add_argument("--keep-every", type=_count, metavar="N", help=text)
+    prune_.add_argument("--keep-every", type=positive_integer, metavar="N", help=text)
     prune_.add_argument("--dry-run", action="store_true", help="print what would be removed; remove nothing")
     text = "copy to a second store what it lacks: checkpoints, and what is needed to resume from them"
     mirror_ = add("mirror", mirror, text)
@@ -82,9 +83,3 @@ def mirror(options: argparse.Namespace) -> int:
         print(f"copied {checkpoint.name}")
     print(path)
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1; found {text!r}")
-    return int(text)

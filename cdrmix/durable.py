@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import math
 import os
@@ -108,7 +109,7 @@ def remove_remains(target: Path) -> None:
 
     What is of running processes is kept.
     """
-    for remains in target.parent.glob(f".{target.name}.*.tmp"):
+    for remains in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
         process = remains.name.split(".")[-2]
         if process == str(os.getpid()) or not Path(f"/proc/{process}").exists():
             if remains.is_dir():
@@ -192,6 +193,11 @@ def free_bytes(folder: Path) -> int | None:
     except OSError:
         return None
     return usage.free if usage.total else None  # some network drives have no size
+
+
+def folder_bytes(folder: Path) -> int:
+    """The bytes of the files in a folder; 0 if it does not exist."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ parent (fs/exec.c), so that a small run started by a large notebook would show t
 from __future__ import annotations
 
 import resource
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ def peak_resident() -> int:
     """Bytes: the largest resident memory of this process, whatever its device."""
     try:
         lines = STATUS.read_text(encoding="ascii").splitlines()
-    except OSError:  # no Linux
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):  # no Linux, or a sandbox such as gVisor, which has no VmHWM
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

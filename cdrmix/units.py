@@ -13,8 +13,11 @@ def amount(value: float) -> str:
 
 
 def amount_of_bytes(size: int) -> str:
-    """A size for people: 2.90 GB, 12.40 MB."""
-    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
+    """A size for people: 2.90 GB, 12.40 MB, 17 B."""
+    for unit, limit in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= limit:
+            return f"{size / limit:,.2f} {unit}"
+    return f"{size} B"
 
 
 def clock(seconds: float) -> str:

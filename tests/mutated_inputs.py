@@ -6,9 +6,6 @@ in two containers, the folders of both preparations, which must be equal.
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
 import os
 import random
@@ -19,41 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
-import zstandard
+from containers import CONTAINERS
 
 ODD_TEXTS = (
-    *(
-        "",
-        " ",
-        "\n",
-        "\x00",
-        "\ud800",
-        "\ufeff",
-        "a" * 3000,
-        "\u202e",
-        "é",
-        "日本語",
-        "<|endoftext|>",
-        "{{ 1 }}",
-        "\\u0000",
-    ),
-    *(
-        "null",
-        "NaN",
-        "1e999",
-        "../../etc",
-        "~",
-        "/",
-        "-1",
-        "0x10",
-        "yes",
-        "*x",
-        "&x",
-        "!!python/object:os.system",
-        "a\tb",
-    ),
+    *("", " ", "\n", "\x00", "\ud800", "\ufeff", "a" * 3000, "\u202e", "é", "日本語", "<|endoftext|>", "{{ 1 }}"),
+    *("\\u0000", "null", "NaN", "1e999", "../../etc", "~", "/", "-1", "0x10", "yes", "*x", "&x"),
+    *("!!python/object:os.system", "a\tb"),
 )
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 2**63, 2**200, -(2**63), 0.5, 1e308, float("nan"), float("inf"), [], {}, [None], [[]]),
@@ -71,11 +40,12 @@ class Rows(NamedTuple):
     containers: tuple[str, ...]
 
 
+JSON_LINES_AND_PARQUET = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
 TEXTS = Rows(
     "jsonl",
     {},
     [{"text": f"def f{n}(x):\n    return x + {n}\n", "url": f"http://h.org/{n}", "n": n} for n in range(8)],
-    ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "csv"),
+    (*JSON_LINES_AND_PARQUET, "csv"),
 )
 CHATS = Rows(
     "chat",
@@ -91,9 +61,8 @@ CHATS = Rows(
         }
         for n in range(8)
     ],
-    ("jsonl", "jsonl.gz", "jsonl.zst", "parquet"),
+    JSON_LINES_AND_PARQUET,
 )
-JSON_LINES_AND_PARQUET = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
 CALLS = Rows(
     "chat",
     {"template": "chatml"},
@@ -209,32 +178,14 @@ def damaged(rng: random.Random, content: bytes) -> bytes:
 
 def written(rows: list[Any], container: str) -> bytes | None:
     """The rows in a container; None where it cannot have them."""
-    if container.startswith("jsonl"):
-        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        if container == "jsonl.gz":
-            return gzip.compress(text, mtime=0)
-        return zstandard.compress(text) if container == "jsonl.zst" else text
-    names = list(dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row))
-    if not names or not all(isinstance(row, dict) for row in rows):
+    if not container.startswith("jsonl") and (not all(isinstance(row, dict) for row in rows) or not any(rows)):
         return None
-    if container == "parquet":
-        try:
-            table = pa.table({name: [row.get(name) for row in rows] for name in names})
-            buffer = io.BytesIO()
-            pq.write_table(table, buffer)
-        except (pa.ArrowException, UnicodeError, OverflowError, TypeError, AttributeError, ValueError):
-            return None  # its columns have one type each
-        return buffer.getvalue()
-    if not all(isinstance(value, str | int) for row in rows for value in row.values()):
+    if container == "csv" and not all(isinstance(value, str | int) for row in rows for value in row.values()):
         return None
-    file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, names)
-    writer.writeheader()
-    writer.writerows(rows)
     try:
-        return file.getvalue().encode()
-    except UnicodeError:
-        return None
+        return CONTAINERS[container](rows)
+    except (pa.ArrowException, UnicodeError, OverflowError, TypeError, AttributeError, ValueError):
+        return None  # columns of Parquet have one type each
 
 
 def prepare(good: Good, rows: Rows, container: str, folder: Path, content: bytes, **source: Any) -> list[str]:

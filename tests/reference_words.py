@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+BITS = 2**64 - 1
 VOWEL_SIGNS = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Myanmar, Khmer: not all are of \w
 OWN = rf"{VOWEL_SIGNS}\u2e80-\u312f\u31f0-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U00031fff"
 # Punctuation and spaces of the scripts with vowel signs.
@@ -14,3 +15,10 @@ WORD = re.compile(rf"(?![{NONE}])(?:[{VOWEL_SIGNS}]|(?=[{OWN}])\w)|(?:(?![{OWN}]
 def words(text: str) -> list[str]:
     """The words of a text, in order."""
     return WORD.findall(text.lower())
+
+
+def mixed(x: int) -> int:
+    """The bits of a hash, mixed."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & BITS
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & BITS
+    return x ^ (x >> 31)

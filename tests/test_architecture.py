@@ -244,6 +244,12 @@ def test_nothing_is_unpickled() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_json_is_read_by_one_function() -> None:
+    """Of json.loads, the errors for deep nesting and for numbers of many digits are forgotten."""
+    own = {"cdrmix/json_text.py", "cdrmix/eval/sandbox_server.py"}  # the server imports nothing of the package
+    assert {name_of(path) for path in PACKAGE_FILES if re.search(r"json\.loads?\(", path.read_text("utf-8"))} == own
+
+
 def test_every_declared_dependency_has_its_owner_written_down() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     packages = {re.match(r"[\w-]+", line)[0] for line in declared}  # type: ignore[index]

@@ -301,14 +301,7 @@ def test_regular_expressions() -> None:
     assert count > 50
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        r"(?m)^(?:async )?def \w+\(.*\)(?: *->.*)?:(?=[ \t]*\n)",
-        r"\s*x",
-        r"\[.*?\]",
-    ],
-)
+@pytest.mark.parametrize("source", [r"(?m)^(?:async )?def \w+\(.*\)(?: *->.*)?:(?=[ \t]*\n)", r"\s*x", r"\[.*?\]"])
 def test_the_test_finds_expressions_that_take_quadratic_time(source: str) -> None:
     expression = Expression("here", re.compile(source), SEARCHES)
     slow = (made(8000) for made in hostile(expression.pattern, 40, random.Random(source)))

@@ -46,6 +46,7 @@ from cdrmix.config.section import (
     Width,
 )
 from cdrmix.errors import ConfigError
+from cdrmix.json_text import parse_json
 
 
 class Run(Section):
@@ -407,7 +408,7 @@ def _with_kind(model: object) -> object:
 @functools.lru_cache(maxsize=8)
 def _as_yaml(data: str) -> str:
     """JSON as YAML. A run writes the same text with every checkpoint, and PyYAML takes longer than a small step."""
-    return dump_yaml(json.loads(data))
+    return dump_yaml(parse_json(data))
 
 
 class Config(Section):

@@ -6,9 +6,9 @@ This module needs only PyTorch, so that an engine runs without the packages that
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class Batch:
     parts: tuple[PartCount, ...] = ()
     tokens_N: Tensor | None = None
 
+    ON_CPU: ClassVar[frozenset[str]] = frozenset()  # tensors that stay there
+
     @property
     def documents(self) -> tuple[Tensor, Tensor | None]:
         """What a loss model must know of the documents: their starts, and which positions are tokens."""
@@ -78,30 +80,18 @@ class Batch:
             tokens_N=tokens_N,
         )
 
-    def to(self, device: torch.device) -> Batch:
-        """The batch with its tensors on a device. Tensors that are already there are not copied."""
-        return dataclasses.replace(
-            self,
-            ids_BT=self.ids_BT.to(device, non_blocking=True),
-            targets_BT=self.targets_BT.to(device, non_blocking=True),
-            weights_BT=self.weights_BT.to(device, non_blocking=True),
-            cu_seqlens_N=self.cu_seqlens_N.to(device, non_blocking=True),
-            domains={name: rows_B.to(device, non_blocking=True) for name, rows_B in self.domains.items()},
-            parts_BT=None if self.parts_BT is None else self.parts_BT.to(device, non_blocking=True),
-            tokens_N=None if self.tokens_N is None else self.tokens_N.to(device, non_blocking=True),
-        )
+    def to(self, device: torch.device) -> Self:
+        """The batch with its tensors on a device, except ON_CPU. Tensors that are already there are not copied."""
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> Batch:
+    def pinned(self) -> Self:
         """The batch in page-locked memory, from which copies to a GPU are asynchronous."""
-        return dataclasses.replace(
-            self,
-            ids_BT=self.ids_BT.pin_memory(),
-            targets_BT=self.targets_BT.pin_memory(),
-            weights_BT=self.weights_BT.pin_memory(),
-            cu_seqlens_N=self.cu_seqlens_N.pin_memory(),
-            parts_BT=None if self.parts_BT is None else self.parts_BT.pin_memory(),
-            tokens_N=None if self.tokens_N is None else self.tokens_N.pin_memory(),
-        )
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: move(value) for name, value in tensors.items() if name not in self.ON_CPU}
+        return dataclasses.replace(self, **moved, domains={name: move(rows_B) for name, rows_B in self.domains.items()})
 
     def part_weights(self, numbers: Sequence[int]) -> Tensor:
         """float32 [P, B, T]: for each of these parts the weights of its own targets, 0 elsewhere."""

@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from cdrmix.data.token_bytes import byte_alphabet
+from cdrmix.json_text import parse_json
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 
@@ -123,7 +124,7 @@ def make_encoder(tokenizer: Tokenizer, json_bytes: bytes) -> BatchEncoder:
 
     tokenizer: the file as the tokenizers package reads it, with encode_special_tokens.
     """
-    content = json.loads(json_bytes)
+    content = parse_json(json_bytes)
     reason = unsupported(content)
     if reason is not None:
         return ReferenceEncoder(tokenizer, reason)

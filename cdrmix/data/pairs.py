@@ -27,17 +27,7 @@ class PairBatch(Batch):
     pairs_P: Tensor
     pair_count: int
 
-    def to(self, device: torch.device) -> PairBatch:
-        """The batch with its tensors on a device, except pairs_P."""
-        moved = super().to(device)
-        assert isinstance(moved, PairBatch)
-        return dataclasses.replace(moved, answers_BT=self.answers_BT.to(device, non_blocking=True))
-
-    def pinned(self) -> PairBatch:
-        """As Batch.pinned; except pairs_P, which stays on the CPU."""
-        pinned = super().pinned()
-        assert isinstance(pinned, PairBatch)
-        return dataclasses.replace(pinned, answers_BT=self.answers_BT.pin_memory())
+    ON_CPU = frozenset({"pairs_P"})
 
     def answer_weights(self) -> Tensor:
         """float32 [2 P, B, T]: for each answer the weights of its own targets, 0 elsewhere; [2, B, T] without pairs."""

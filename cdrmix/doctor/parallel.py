@@ -14,6 +14,7 @@ from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import open_shards
 from cdrmix.doctor.findings import Finding, configuration
 from cdrmix.doctor.gradients import engine
+from cdrmix.json_text import parse_json
 from cdrmix.training.distributed import DistributedContext, join
 from cdrmix.training.launch import launch
 
@@ -28,7 +29,7 @@ def check_processes(device: str, processes: int) -> list[Finding]:
         prepare(configuration(folder, device), say=lambda text: None)
         status, message = launch(processes, ["doctor", "--worker", name, "--device", device])
         results = folder / "findings.json"
-        findings = [Finding(*each) for each in json.loads(results.read_text())] if results.exists() else []
+        findings = [Finding(*each) for each in parse_json(results.read_text())] if results.exists() else []
         if status:
             remedy = "read the message; `cdrmix train --nproc` will fail alike"
             findings.append(Finding(f"{processes} processes", False, message or f"exit code {status}", remedy))

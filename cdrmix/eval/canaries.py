@@ -21,6 +21,7 @@ from typing import NamedTuple
 from cdrmix.errors import ConfigError
 from cdrmix.eval.evaluation import SPARE, Answerer
 from cdrmix.eval.suites import Likelihoods
+from cdrmix.json_text import parse_json
 
 ALTERNATIVES = 999
 _CLASSES = (string.digits, string.ascii_lowercase, string.ascii_uppercase)
@@ -69,7 +70,7 @@ def read_records(path: Path, option: str, keys: Sequence[str]) -> list[tuple[int
             continue
         where = f"--{option} {path}:{number}"
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise ConfigError(f"{where}: it is not JSON ({error}); a line is {example}") from error
         if not isinstance(record, dict) or set(record) != set(keys):

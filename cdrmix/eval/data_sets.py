@@ -8,13 +8,13 @@ from __future__ import annotations
 import fnmatch
 import gzip
 import io
-import json
 import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cdrmix.errors import ConfigError, CorpusError
+from cdrmix.json_text import parse_json
 
 
 class DataSet(NamedTuple):
@@ -80,7 +80,7 @@ def read_set(data_set: DataSet, folder: Path | None = None) -> list[dict[str, An
 
 def _lines(file: str, packed: bytes) -> list[Any]:
     lines = (gzip.decompress(packed) if file.endswith(".gz") else packed).decode("utf-8").split("\n")
-    return [json.loads(line) for line in lines if line.strip()]
+    return [parse_json(line) for line in lines if line.strip()]
 
 
 def _rows(packed: bytes) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Literal, NamedTuple
 
 from cdrmix.errors import ConfigError
+from cdrmix.json_text import parse_json
 
 SERVER = Path(__file__).with_name("sandbox_server.py")
 Outcome = Literal["passed", "failed", "timeout", "memory", "forbidden", "crashed"]
@@ -96,12 +97,7 @@ class Sandbox:
     layers: Layers
 
     def __init__(
-        self,
-        *,
-        seconds: float = 10.0,
-        megabytes: int = 512,
-        allow_unsafe: bool = False,
-        workers: int | None = None,
+        self, *, seconds: float = 10.0, megabytes: int = 512, allow_unsafe: bool = False, workers: int | None = None
     ) -> None:
         if not 0 < seconds <= 3600:
             raise ConfigError(f"the time limit of a program must be above 0 and at most 3600 seconds; found {seconds}")
@@ -141,12 +137,7 @@ class Sandbox:
             return list(pool.map(self._judge, programs))
 
     def _judge(self, program: Program) -> Verdict:
-        request = {
-            "kind": program.kind,
-            "source": program.source,
-            "seconds": self.seconds,
-            "megabytes": self.megabytes,
-        }
+        request = {"kind": program.kind, "source": program.source, "seconds": self.seconds, "megabytes": self.megabytes}
         server = self._idle.get()
         try:
             answer = _answer(server, json.dumps(request))
@@ -158,7 +149,7 @@ class Sandbox:
                 return Verdict("crashed", "the server of the sandbox ended", 0.0)
         finally:
             self._idle.put(server)
-        found = json.loads(answer)
+        found = parse_json(answer)
         return Verdict(found["outcome"], found["detail"], found["seconds"])
 
     def _close(self) -> None:
@@ -193,7 +184,7 @@ def _start() -> tuple[subprocess.Popen[str], Layers]:
         message = server.stderr.read().strip().rpartition("\n")[2]
         _stop(server)
         raise ConfigError(f"the server of the sandbox cannot start: {message}")
-    found = json.loads(line)
+    found = parse_json(line)
     return server, Layers(found["user"], found["layers"], found["landlock_abi"])
 
 

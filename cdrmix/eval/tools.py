@@ -19,6 +19,7 @@ from cdrmix.errors import ConfigError, CorpusError
 from cdrmix.eval.data_sets import BFCL, BFCL_VERSION, DataSet, read_set
 from cdrmix.eval.intervals import wilson
 from cdrmix.eval.suites import SUITES, Measure, Subject, SuiteOptions, SuiteResult, ToolQuestion
+from cdrmix.json_text import parse_json
 
 NO_FORMAT = "the model has no chat template that writes tools, so it was trained on no format of calls"
 # JSON schema has other names for some types of BFCL.
@@ -109,8 +110,8 @@ def _json_call(value: Any) -> Call | None:
     arguments = inner.get("arguments", inner.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            arguments = parse_json(arguments)
+        except ValueError:
             return None
     named = isinstance(inner.get("name"), str) and isinstance(arguments, dict)
     return Call(inner["name"], arguments) if named else None
@@ -122,8 +123,7 @@ def _python_calls(text: str) -> list[Call]:
         each = tree.elts if isinstance(tree, ast.List) else [tree]
         return [
             Call(
-                ast.unparse(node.func),
-                {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords},
+                ast.unparse(node.func), {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
             )
             for node in each
             if isinstance(node, ast.Call) and not node.args and all(keyword.arg for keyword in node.keywords)

@@ -203,11 +203,7 @@ def _read_model(section: HuggingFaceModel, described: Any, options: dict[str, An
             f"model.path: {section.path} lacks {len(missing)} tensors of its architecture, the first is {missing[0]}"
         )
     if wrong := sorted(report["mismatched_keys"]):
-        name, found, expected = wrong[0]
-        raise ConfigError(
-            f"model.path: {section.path} has {name} with the shape {list(found)}, and config.json describes one with "
-            f"{list(expected)}"
-        )
+        raise _wrong_shape(section.path, *wrong[0])
     _check_head(model, section, described)
     if (problem := not_finite(dict(model.named_parameters()))) is not None:
         raise ConfigError(f"model.path: {section.path} {problem}")
@@ -228,9 +224,8 @@ def _check_head(model: Any, section: HuggingFaceModel, described: Any) -> None:
     """
     if model.get_output_embeddings() is None or _ties_head(model):
         return
-    with quiet(), torch.device("meta"):
-        empty = _transformers().AutoModelForCausalLM.from_config(described)
-    if _ties_head(empty):
+    assert section.folder is not None
+    if _ties_head(_without_memory(described, section.folder)):
         raise ConfigError(
             f"model.path: {section.path}: the head of the weights is not the embedding, and {DESCRIPTION} says that it "
             "is (tie_word_embeddings: true). Set tie_word_embeddings: false there, or remove the tensor of the head "
@@ -265,11 +260,7 @@ def model_of(config: Config, folder: Path, weights: Mapping[str, Tensor], *, ori
         raise CheckpointError(f"{origin} {problem}")
     with quiet():
         model = type(empty).from_pretrained(
-            None,
-            config=described,
-            state_dict=dict(weights),
-            dtype=torch.float32,
-            **_attention(section, config),
+            None, config=described, state_dict=dict(weights), dtype=torch.float32, **_attention(section, config)
         )
     return model.eval().requires_grad_(False)
 
@@ -322,10 +313,7 @@ def check_sizes(section: HuggingFaceModel, described: Any) -> None:
                 f"allowed: {', '.join(FLOATS)}"
             )
         if shape != list(tensor.shape):
-            raise ConfigError(
-                f"model.path: {folder} has {name} with the shape {shape}, and config.json describes one with "
-                f"{list(tensor.shape)}"
-            )
+            raise _wrong_shape(folder, name, shape, tensor.shape)
     needed = sum(tensor.numel() for tensor in wanted.values())
     held = sum(math.prod(shape) for shape, _ in headers.values())
     if needed > 2 * held + SMALL:
@@ -333,6 +321,13 @@ def check_sizes(section: HuggingFaceModel, described: Any) -> None:
             f"model.path: {folder / DESCRIPTION} describes {needed:,} numbers, and the files have {held:,}: they are "
             "not of the same model"
         )
+
+
+def _wrong_shape(folder: object, name: str, found: Sequence[int], expected: Sequence[int]) -> ConfigError:
+    return ConfigError(
+        f"model.path: {folder} has {name} with the shape {list(found)}, and config.json describes one with "
+        f"{list(expected)}"
+    )
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:

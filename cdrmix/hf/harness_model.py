@@ -5,7 +5,6 @@ Sequences of a batch are filled up on the right: a causal model does not see the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple, TypeVar
@@ -16,6 +15,7 @@ from torch import Tensor
 from cdrmix.data import tokenizer_files
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
+from cdrmix.eval.countdown import counted
 from cdrmix.eval.suites import Likelihood
 from cdrmix.hf.load import LoadedForeign
 from cdrmix.inference.generate import Row, TextStream, decode
@@ -29,7 +29,6 @@ from cdrmix.runtime import threads_for
 Item = TypeVar("Item")
 
 LOGIT_TOKENS = 256  # tokens whose logits are stored at once
-TELL_SECONDS = 10.0  # between two lines of progress
 
 
 class Continuation(NamedTuple):
@@ -183,10 +182,6 @@ class HarnessModel:
         ]
 
     def _batches(self, items: Sequence[Item], name: str) -> Iterator[Sequence[Item]]:
-        """The items in batches; tells how many are done, from time to time."""
-        told = time.monotonic()
-        for first in range(0, len(items), self.batch_size):
-            if (now := time.monotonic()) - told > TELL_SECONDS:
-                told = now
-                self._say(f"{name}: {first:,} of {len(items):,}")
-            yield items[first : first + self.batch_size]
+        """The items in batches; tells how many are done."""
+        batches = (items[first : first + self.batch_size] for first in range(0, len(items), self.batch_size))
+        return counted(batches, len(items), name, self._say, len)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from cdrmix.inference.load import (
     ABOUT,
     SUMS,
     Loaded,
+    description,
     final_weights,
     load_model,
     pointed_checkpoint,
@@ -42,7 +43,6 @@ from cdrmix.inference.load import (
     verify,
 )
 from cdrmix.inference.text_model import TextModel
-from cdrmix.json_text import parse_json
 from cdrmix.runtime import only_device, restored_settings, work_alone, working_alone
 
 SNAPSHOT = "config_snapshot.yaml"
@@ -174,11 +174,8 @@ def _load_checkpoint(path: Path, config: Config) -> LoadedForeign:
 
 def _load_adapters(path: Path, config: Config) -> LoadedForeign:
     """A folder with adapters alone; its base is at model.path."""
-    sums = verify(path)
-    for name in (adapters.WEIGHTS, adapters.DESCRIPTION, ABOUT, "tokenizer.json"):
-        if name not in sums:
-            raise CheckpointError(f"{path / SUMS} does not list {name}: the exported adapters are incomplete")
-    about, weights = _about(path), adapters.read_adapters(path)
+    verify(path, adapters.WEIGHTS, adapters.DESCRIPTION, ABOUT, "tokenizer.json")
+    about, weights = description(path / ABOUT), adapters.read_adapters(path)
     if (base := about.get("base_sha256")) is None:
         raise CheckpointError(f"{path / ABOUT} does not name the base model of the adapters (base_sha256)")
     _check_base(config, str(base), path)  # first: the vocabulary is that of the base
@@ -213,10 +210,7 @@ def _merged(
 
 
 def _load_exported(path: Path, config: Config) -> LoadedForeign:
-    sums = verify(path)
-    for name in ("config.json", ABOUT, "tokenizer.json"):
-        if name not in sums:
-            raise CheckpointError(f"{path / SUMS} does not list {name}: the exported model is incomplete")
+    sums = verify(path, "config.json", ABOUT, "tokenizer.json")
     # The export has no rows of padding, and its description has the tokens that were added.
     section = section_of(config).model_copy(update={"path": str(path), "random": None, "lora": None})
     section = section.model_copy(update={"vocab": type(section.vocab)()})
@@ -224,16 +218,7 @@ def _load_exported(path: Path, config: Config) -> LoadedForeign:
     weights = read_safetensors(path, sums)
     model = model_of(plain, path, weights, origin=path)
     tokenizer = read_tokenizer(path / "tokenizer.json", plain)
-    return LoadedForeign(ForeignModel(model, section), tokenizer, config, int(_about(path)["step"]), path)
-
-
-def _about(path: Path) -> dict[str, Any]:
-    try:
-        about: dict[str, Any] = parse_json((path / ABOUT).read_text(encoding="utf-8"))
-        int(about["step"])
-    except (ValueError, TypeError, LookupError, OverflowError) as error:
-        raise CheckpointError(f"{path / ABOUT} has no step: it is not a description of a model") from error
-    return about
+    return LoadedForeign(ForeignModel(model, section), tokenizer, config, int(description(path / ABOUT)["step"]), path)
 
 
 def load_cdrmix(path: str | Path, device: str | None = None) -> Loaded:

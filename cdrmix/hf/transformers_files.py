@@ -12,6 +12,7 @@ from typing import Any
 from cdrmix.data.chat.rendering import end_of_turn
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.inference.load import CHAT_TEMPLATE, Loaded
+from cdrmix.json_text import parse_json
 
 MODEL_TYPE = "cdrmix"
 AUTO_MAP = {
@@ -116,7 +117,7 @@ def _with_first_token(tokenizer: TextTokenizer) -> dict[str, Any]:
         "pair": [begin, text, second],
         "special_tokens": {name: {"id": name, "ids": [tokenizer.first_id], "tokens": [name]}},
     }
-    contents: dict[str, Any] = json.loads(tokenizer.json_bytes)
+    contents: dict[str, Any] = parse_json(tokenizer.json_bytes)
     return {**contents, "truncation": None, "padding": None, "post_processor": template}
 
 

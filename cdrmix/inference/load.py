@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -265,19 +265,23 @@ def load_exported(path: str | Path) -> Loaded:
     Raises CheckpointError with the name of a file that is missing, altered, or not in SHA256SUMS.
     """
     path = Path(path)
-    sums = verify(path)
-    for name in ("config.json", "config_snapshot.yaml", "tokenizer.json"):
-        if name not in sums:
-            raise CheckpointError(f"{path / SUMS} does not list {name}: the exported model is incomplete")
+    sums = verify(path, "config.json", "config_snapshot.yaml", "tokenizer.json")
     config = Config.from_yaml(path / "config_snapshot.yaml")
     weights = read_safetensors(path, sums)
-    try:
-        step = int(parse_json((path / "config.json").read_text(encoding="utf-8"))["step"])
-    except (ValueError, TypeError, LookupError, OverflowError) as error:
-        raise CheckpointError(f"{path / 'config.json'} has no step: it is not a description of a model") from error
+    step = int(description(path / "config.json")["step"])
     model, heads = build(config, weights, origin=path)
     template = _chat_template(path) if CHAT_TEMPLATE in sums else None
     return Loaded(model, read_tokenizer(tokenizer_file(path), config), config, step, heads, template)
+
+
+def description(path: Path) -> dict[str, Any]:
+    """The JSON file of an export that describes its model, with its `step`. Raises CheckpointError."""
+    try:
+        described: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+        int(described["step"])
+    except (OSError, ValueError, TypeError, LookupError, OverflowError) as error:
+        raise CheckpointError(f"{path} has no step: it is not a description of a model") from error
+    return described
 
 
 def read_safetensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
@@ -291,12 +295,15 @@ def read_safetensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     return weights
 
 
-def verify(path: Path) -> dict[str, str]:
+def verify(path: Path, *needed: str) -> dict[str, str]:
     """Verifies all files of a folder with its SHA256SUMS. Returns the hashes by file name.
 
-    Raises CheckpointError with the name of the first file that is missing or differs, and both hashes.
+    needed: files that it must have. Raises CheckpointError with the name of the first file that is missing or differs,
+    and both hashes.
     """
     sums = read_sums(path)
+    if missing := [name for name in needed if name not in sums]:
+        raise CheckpointError(f"{path / SUMS} does not list {missing[0]}: the export is incomplete")
     for name, expected in sums.items():
         if not (path / name).is_file():
             raise CheckpointError(f"{path / name} is missing, but {SUMS} lists it")

@@ -173,10 +173,7 @@ class TextModel:
             max_new_tokens=max_new_tokens,
             stop=stop,
         )
-        pieces: list[list[str]] = [[] for _ in texts]
-        for number, piece in self._stream(texts, sampling, seed, speculative=speculative):
-            pieces[number].append(piece)
-        written = ["".join(each) for each in pieces]
+        written = self._written(self._stream(texts, sampling, seed, speculative=speculative), len(texts))
         return written[0] if isinstance(prompts, str) else written
 
     def sample(
@@ -202,10 +199,8 @@ class TextModel:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"count must be an integer of at least 1; found {count!r}")
         texts = [text for text in _texts(prompts) for _ in range(count)]
-        written = [""] * len(texts)
         seeds = [sampling.seed + number % count for number in range(len(texts))]
-        for number, piece in self._stream(texts, sampling, seeds, heal, speculative=speculative):
-            written[number] += piece
+        written = self._written(self._stream(texts, sampling, seeds, heal, speculative=speculative), len(texts))
         return [written[start : start + count] for start in range(0, len(texts), count)]
 
     def stream(
@@ -227,7 +222,7 @@ class TextModel:
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling must be a cdrmix.Sampling, as Sampling(top_k=40); found {sampling!r}")
         seed = sampling.seed if seed is None else seed
-        return self._stream(_texts(prompts), sampling, seed, speculative=speculative)
+        return self._computed(self._stream(_texts(prompts), sampling, seed, speculative=speculative))
 
     def _stream(
         self,
@@ -250,8 +245,15 @@ class TextModel:
             drafting_model(self.model)
             self.drafts = DraftStatistics()
             decoding = partial(decode_speculatively, statistics=self.drafts)
-        pieces = generate(self.model, self.tokenizer, texts, samplings, heal=heal, decoding=decoding)
-        return self._computed(pieces)
+        return generate(self.model, self.tokenizer, texts, samplings, heal=heal, decoding=decoding)
+
+    def _written(self, pieces: Iterator[tuple[int, str]], count: int) -> list[str]:
+        """The whole texts. Nobody reads between their pieces, so the settings change once."""
+        texts: list[list[str]] = [[] for _ in range(count)]
+        with self._settings():
+            for number, piece in pieces:
+                texts[number].append(piece)
+        return ["".join(each) for each in texts]
 
     def _computed(self, pieces: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         """The pieces, each computed within the settings: the reader of a stream works with its own."""

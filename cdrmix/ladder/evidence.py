@@ -270,7 +270,7 @@ def _read(path: Path) -> dict[str, Any]:
         )
         known = known and isinstance(evidence.lenient, str | None)
         known = known and all(isinstance(digest, str) for digest in found.get("before", {}).get("signed", {}).values())
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not the evidence of a judgement: {type(error).__name__}") from error
     if not known:
         raise CheckpointError(f"{path} is not an in-toto statement on a test result of the preset in its name")

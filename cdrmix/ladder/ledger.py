@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 
 from cdrmix.durable import disk_guard, lock_file, sha256_file, write_atomically
 from cdrmix.errors import ConfigError, LedgerError
+from cdrmix.json_text import parse_json
 from cdrmix.ladder.ledger_lines import missing_part, out_of_order
 from cdrmix.run_folder import finite
 
@@ -100,8 +101,8 @@ class Ledger:
         """The line as an entry. Raises LedgerError if it is not the line that follows the one before."""
         where = f"{self.path}:{number}"
         try:
-            values = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            values = parse_json(line)
+        except ValueError as error:
             raise LedgerError(f"{where} was changed: it is not valid JSON. {REMEDY}") from error
         known = isinstance(values, dict) and tuple(values) == KEYS and isinstance(values["rung"], str)
         if not known or values["kind"] not in get_args(Kind):

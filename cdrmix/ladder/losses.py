@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cdrmix.errors import ConfigError
+from cdrmix.json_text import parse_json
 from cdrmix.ladder.forecast import Forecast, Rung, forecast
 from cdrmix.registry import nearest
 
@@ -97,8 +97,8 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            cells = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+            cells = parse_json(line)
+        except ValueError as error:
             raise ConfigError(f"{path}:{number}: not valid JSON") from error
         if not isinstance(cells, dict):
             raise ConfigError(f"{path}:{number}: not a JSON object")

@@ -10,7 +10,7 @@ from pathlib import Path
 from cdrmix.config.schema import Config, Model
 from cdrmix.data.chains import source_of
 from cdrmix.data.prepare import text_bytes
-from cdrmix.durable import free_bytes
+from cdrmix.durable import folder_bytes, free_bytes
 from cdrmix.errors import CdrmixError, DiskFullError
 from cdrmix.plan.components import FP32
 from cdrmix.plan.foreign import foreign_size
@@ -68,7 +68,7 @@ def check_disk(config: Config, run: Path | None, say: Callable[[str], None]) -> 
     disk = disk_of(config)
     root = Path(config.run.root).expanduser()
     free = free_bytes(root)
-    there = 0 if run is None else sum(_size(run / name) for name in ("checkpoints", "export"))
+    there = 0 if run is None else sum(folder_bytes(run / name) for name in ("checkpoints", "export"))
     most = max(disk.checkpoints, disk.checkpoints - disk.checkpoint + disk.export)
     parts = (
         f"the disk of run.root={root} has {amount_of_bytes(free or 0)} free; checkpoints of "
@@ -98,7 +98,3 @@ def _trained_and_exported(config: Config) -> tuple[int, int]:
     adapters = size.stored.get("adapters", 0)
     exported = adapters if model.lora is not None and config.export.lora == "adapter" else size.total_stored - adapters
     return size.trained, (2 if config.export.weights == "bf16" else FP32) * exported
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import platform
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,13 @@ from torch import Tensor
 
 from cdrmix.code_caches import check_code_caches
 from cdrmix.config.schema import Config
+from cdrmix.durable import wait_until
 from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.kernels.common.products import multiplies_on_one_thread, set_num_threads
 from cdrmix.runtime import be_deterministic, check_cpu, check_gpu, device_type, keep_freed_memory, threads
 from cdrmix.training import messages
 from cdrmix.training.launch import lost_peer
-from cdrmix.training.rendezvous import TIMEOUT, place, rendezvous_store, wait_for_all
+from cdrmix.training.rendezvous import TIMEOUT, place, rendezvous_store, tell, wait_for_all
 from cdrmix.training.threads import candidates
 
 Item = TypeVar("Item")
@@ -164,15 +164,9 @@ def check_shared(world: DistributedContext, path: Path, key: str) -> None:
 
     key: the one that names the folder.
     """
-    end = time.monotonic() + SHARED_FOLDER_WAIT
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.1)
-    machines = {
-        name
-        for name in world.gather(None if path.exists() else platform.node(), f"whether {path} exists")
-        if name is not None
-    }
-    if machines:
+    found = wait_until(path.exists, SHARED_FOLDER_WAIT, lambda seconds: tell(seconds, f"{path} to be there"))
+    names = world.gather("" if found else platform.node(), f"whether {path} exists")
+    if machines := {name for name in names if name}:
         raise ConfigError(
             f"{key}: {path} of the first process does not exist on {', '.join(sorted(machines))}; all machines of a "
             "run must share this folder, under the same path"

@@ -33,6 +33,7 @@ from typing import NamedTuple, NoReturn
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import UNEXPECTED, CdrmixError, ConfigError, HangError, OutOfMemoryError
+from cdrmix.json_text import parse_json
 from cdrmix.training.zero import check_zero_stage
 
 FOLDER = "CDRMIX_LAUNCH"  # set for workers: where they leave their process ids and their failure
@@ -205,7 +206,7 @@ def _attempt(processes: int, arguments: Sequence[str], nodes: Nodes) -> Ended:
         runs = {key: Path(path) for key, _, path in (line.partition(" ") for line in noted)}
         failure = folder / "failure.json"
         if failure.exists():
-            content = json.loads(failure.read_text(encoding="utf-8"))
+            content = parse_json(failure.read_text(encoding="utf-8"))
             exhausted = (folder / EXHAUSTED).exists()
             return Ended(int(content["status"]), str(content["message"]), forwarded > 0, runs, exhausted)
         if status == 0:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from cdrmix.config.best_metric import held_out_figure, metric_and_mode
 from cdrmix.config.schema import Config
-from cdrmix.durable import disk_guard
+from cdrmix.durable import disk_guard, folder_bytes
 from cdrmix.errors import CheckpointError, ConfigError, DiskFullError
 from cdrmix.inference.checkpoints import MANIFEST, damages, list_checkpoints, named_checkpoint, read_manifest, step_of
 from cdrmix.json_text import parse_json
 from cdrmix.run_folder import RunFolder, read_metrics
 from cdrmix.training.mirror import ABOUT, Mirror, damaged_files, give_id, synchronise
 from cdrmix.training.retention import BEST, LATEST, Rules, reasons_to_keep, set_aside
+from cdrmix.units import amount_of_bytes
 
 QUEUED = "queued"  # a reason to keep a checkpoint: the evaluation beside the training has it in its queue
 ONLY = "the only complete one"
@@ -90,7 +91,7 @@ def list_run(path: Path) -> Checkpoints:
                 path=checkpoint,
                 step=step,
                 tokens=_tokens(checkpoint),
-                bytes=_size(checkpoint),
+                bytes=folder_bytes(checkpoint),
                 figure=held_out_figure(rows.get(step, {}), metric) if metric else None,
                 kept=reasons + ([QUEUED] if checkpoint.name in queued else []),
                 problem=_problem(checkpoint),
@@ -161,7 +162,7 @@ def prune_run(path: Path, *, keep_last: int | None = None, keep_every: int | Non
             kept[complete].append(ONLY)
         leaving = [checkpoint for checkpoint, reasons in kept.items() if not reasons]
         leaving += sorted(run.checkpoints.glob("step-*.tmp-*"))
-        size = sum(map(_size, leaving))
+        size = sum(map(folder_bytes, leaving))
         if not dry:
             for checkpoint in leaving:
                 shutil.rmtree(set_aside(checkpoint) if checkpoint in kept else checkpoint)
@@ -214,7 +215,7 @@ def table(found: Checkpoints) -> str:
         (
             info.name,
             "-" if info.tokens is None else f"{info.tokens:,}",
-            _size_text(info.bytes),
+            amount_of_bytes(info.bytes),
             "-" if info.figure is None else f"{info.figure:.4f}",
             ", ".join(info.kept) or "-",
             "complete" if info.problem is None else "incomplete",
@@ -242,7 +243,8 @@ def pruned_text(pruned: Pruned, *, dry: bool) -> str:
     return "\n".join(
         [
             *lines,
-            f"{verb} {len(pruned.removed)} of {len(pruned.removed) + len(pruned.kept)}, {_size_text(pruned.bytes)}",
+            f"{verb} {len(pruned.removed)} of {len(pruned.removed) + len(pruned.kept)}, "
+            f"{amount_of_bytes(pruned.bytes)}",
         ]
     )
 
@@ -271,10 +273,6 @@ def _tokens(checkpoint: Path) -> int | None:
         return None
 
 
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def _problem(checkpoint: Path) -> str | None:
     try:
         files = read_manifest(checkpoint)["files"]
@@ -286,10 +284,3 @@ def _problem(checkpoint: Path) -> str | None:
         if (size := (checkpoint / name).stat().st_size) != entry["bytes"]:
             return f"{checkpoint / name} has {size} bytes, the manifest says {entry['bytes']}"
     return None
-
-
-def _size_text(size: int) -> str:
-    for unit, limit in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= limit:
-            return f"{size / limit:.2f} {unit}"
-    return f"{size} B"

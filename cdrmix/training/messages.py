@@ -18,8 +18,11 @@ import torch
 
 from cdrmix import errors
 from cdrmix.errors import CdrmixError
+from cdrmix.json_text import parse_json
 
 PLAIN = (type(None), bool, int, float, str)
+# What data raise that `encode` did not make; the last ones for the size of an array.
+NO_MESSAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, EOFError, OverflowError, MemoryError)
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -32,8 +35,8 @@ def encode(item: object) -> str:
 def decode(message: str | bytes) -> Any:
     """The item of a message. Raises ValueError if it is none that `encode` makes."""
     try:
-        return _item(json.loads(message))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, EOFError) as error:
+        return _item(parse_json(message))
+    except NO_MESSAGE as error:
         raise ValueError(f"it is no message of this package: {error}") from error
 
 

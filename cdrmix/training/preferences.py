@@ -29,6 +29,7 @@ from cdrmix.data.loader import TrainLoader
 from cdrmix.data.pairs import PairBatch, all_pairs
 from cdrmix.data.shards import Array, ShardSet, Split
 from cdrmix.durable import sha256_file, write_atomically, write_checksummed
+from cdrmix.json_text import parse_json
 from cdrmix.model.causal import evaluation_mode
 from cdrmix.model.loss import Documents
 from cdrmix.run_folder import RunFolder
@@ -86,7 +87,7 @@ def stored_reference(run: RunFolder, shards: ShardSet, world: DistributedContext
     if world.is_main_process:
         folder = run.path / FOLDER
         try:
-            index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+            index = parse_json((folder / "index.json").read_text(encoding="utf-8"))
             if index["shards"] == shards.fingerprint:
                 paths = {name: folder / f"{name}.npy" for name in Reference._fields}
                 if all(sha256_file(path) == index["files"][name]["sha256"] for name, path in paths.items()):

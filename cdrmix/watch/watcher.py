@@ -27,6 +27,7 @@ from cdrmix.durable import lock_file, write_atomically
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.eval.rows import last_results, lines, read_rows
 from cdrmix.eval.suites import SuiteOptions
+from cdrmix.json_text import parse_json
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import device_type
 from cdrmix.training.faults import StopRequest
@@ -172,7 +173,7 @@ class _Watcher:
     def _recover(self) -> None:
         """Records what a former watcher could not, and takes the newest checkpoint that it left in the queue."""
         if self._state.is_file():
-            state = json.loads(self._state.read_text(encoding="utf-8"))
+            state = parse_json(self._state.read_text(encoding="utf-8"))
             before = state["options"] == self._options and [
                 row
                 for row in self._rows
@@ -283,7 +284,7 @@ class _Watcher:
             return
         self._worker = None
         if status == 0 and self._result.is_file():
-            result = json.loads(self._result.read_text(encoding="utf-8"))
+            result = parse_json(self._result.read_text(encoding="utf-8"))
             self._done({"status": "measured", "reason": None} | result)
             self._say("\n".join(lines({self._suite: self._rows[-1]})))
         elif status < 0:

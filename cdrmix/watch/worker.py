@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cdrmix.json_text import parse_json
 from cdrmix.watch.priority import end_with_parent, lower_priority
 
 
@@ -52,4 +53,4 @@ def main(job: Job) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Job(**json.loads(sys.argv[1]))))
+    sys.exit(main(Job(**parse_json(sys.argv[1]))))

@@ -356,15 +356,14 @@ def test_passes_are_added_up(compiled: Callable[[str, str], Any]) -> None:
     assert found["backward"] == pytest.approx(101 + 4 * 134217728 / 4.3e6, rel=1e-6)
 
 
-@pytest.mark.parametrize("architecture", each(*aot_compile.MACHINES))
+@pytest.mark.parametrize("architecture", aot_compile.MACHINES)
 @pytest.mark.parametrize("module", aot.modules())
 def test_builds_name_the_kernels_arguments(module: str, architecture: str) -> None:
     builds = importlib.import_module(module).builds(architecture)
     assert builds
     for build in builds:
         aot_compile.check_arguments(build)
-        assert build.programs > 0
-        assert build.bytes > 0
+        assert min(build.programs, build.flops, build.bytes) > 0
     shipped = [(build.name, aot_compile.configuration(build), build.num_warps) for build in builds]
     assert len(set(shipped)) == len(shipped), "a configuration is listed twice"
 

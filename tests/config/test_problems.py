@@ -53,9 +53,11 @@ class Overrides:
         self.text, self.settings = text, settings
 
 
-# What is wrong: (the change, the whole message after the headline; * is any text). A change that is a text alone is put
-# in front of `train:`, into line 6.
-PROBLEMS: dict[str, dict[str, tuple[str | Instead | Overrides, str]]] = {
+Change = str | Instead | Overrides
+
+# What is wrong: (the change, or several of the same kind, and the whole message after the headline; * is any text). A
+# change that is a text alone is put in front of `train:`, into line 6.
+PROBLEMS: dict[str, dict[str, tuple[Change | list[Change], str]]] = {
     "YAML and the top of the file": {
         "unknown section": (
             "loging: {wandb: true}",
@@ -73,10 +75,7 @@ PROBLEMS: dict[str, dict[str, tuple[str | Instead | Overrides, str]]] = {
             Instead("  layers: 4", "  layers: [4"),
             "run.yaml:4: not valid YAML: while parsing a flow sequence, expected ',' or ']', but got ':'",
         ),
-        "tab": (
-            Instead("  layers: 4", "\tlayers: 4"),
-            "run.yaml:3: not valid YAML: *cannot start any token",
-        ),
+        "tab": (Instead("  layers: 4", "\tlayers: 4"), "run.yaml:3: not valid YAML: *cannot start any token"),
     },
     "run": {
         "half a character in a key": (
@@ -277,13 +276,8 @@ PROBLEMS: dict[str, dict[str, tuple[str | Instead | Overrides, str]]] = {
             "run.yaml:6: model.prediction.tokens: found 9 (an integer)\n"
             "    allowed: at most data.row_length=8, or the last depth has no targets",
         ),
-        "quantized weights in stage 3": (
-            Overrides(LORA, "train.zero_stage=3"),
-            'run.yaml:1: model.lora.quantize: found "nf4" (a string)\n'
-            "    allowed: null, or train.zero_stage below 3 and train.offload none or optimizer",
-        ),
-        "quantized weights offloaded": (
-            Overrides(LORA, "train.zero_stage=auto", "train.offload=all"),
+        "quantized weights in stage 3, or offloaded": (
+            [Overrides(LORA, "train.zero_stage=3"), Overrides(LORA, "train.zero_stage=auto", "train.offload=all")],
             'run.yaml:1: model.lora.quantize: found "nf4" (a string)\n'
             "    allowed: null, or train.zero_stage below 3 and train.offload none or optimizer",
         ),
@@ -628,28 +622,20 @@ PROBLEMS: dict[str, dict[str, tuple[str | Instead | Overrides, str]]] = {
             "command line ('train.weights=bf16'): train.weights: found \"bf16\" (a string)\n"
             "    allowed: fp32, for a model of cdrmix: its norms and routers need float32 weights",
         ),
-        "bfloat16 weights without ZeRO": (
-            Overrides(LLAMA, "train.weights=bf16"),
+        "bfloat16 weights without ZeRO, or in fp16": (
+            [
+                Overrides(LLAMA, "train.weights=bf16"),
+                Overrides(LLAMA, "train.weights=bf16", "train.zero_stage=auto", "train.precision=fp16"),
+            ],
             "command line ('train.weights=bf16'): train.weights: found \"bf16\" (a string)\n"
             "    allowed: fp32, or train.precision: bf16 and train.zero_stage: auto, 1, 2 or 3",
         ),
-        "bfloat16 weights in fp16": (
-            Overrides(LLAMA, "train.weights=bf16", "train.zero_stage=auto", "train.precision=fp16"),
-            "command line ('train.weights=bf16'): train.weights: found \"bf16\" (a string)\n"
-            "    allowed: fp32, or train.precision: bf16 and train.zero_stage: auto, 1, 2 or 3",
-        ),
-        "offloading without ZeRO": (
-            Overrides(GOOD, "train.offload=optimizer"),
-            "command line ('train.offload=optimizer'): train.offload: found \"optimizer\" (a string)\n"
-            "    allowed: none, or train.zero_stage: auto, 2 or 3 and train.expert_parallel: 1",
-        ),
-        "offloading in stage 1": (
-            Overrides(GOOD, "train.offload=optimizer", "train.zero_stage=1"),
-            "command line ('train.offload=optimizer'): train.offload: found \"optimizer\" (a string)\n"
-            "    allowed: none, or train.zero_stage: auto, 2 or 3 and train.expert_parallel: 1",
-        ),
-        "offloading with expert parallelism": (
-            Overrides(GOOD, "train.offload=optimizer", "train.zero_stage=2", "train.expert_parallel=2"),
+        "offloading without ZeRO, in stage 1, or with expert parallelism": (
+            [
+                Overrides(GOOD, "train.offload=optimizer"),
+                Overrides(GOOD, "train.offload=optimizer", "train.zero_stage=1"),
+                Overrides(GOOD, "train.offload=optimizer", "train.zero_stage=2", "train.expert_parallel=2"),
+            ],
             "command line ('train.offload=optimizer'): train.offload: found \"optimizer\" (a string)\n"
             "    allowed: none, or train.zero_stage: auto, 2 or 3 and train.expert_parallel: 1",
         ),
@@ -730,17 +716,11 @@ PROBLEMS: dict[str, dict[str, tuple[str | Instead | Overrides, str]]] = {
             "    allowed: above 0.05 with reasoning.phases.operations.steps=10: a shorter decay has no step, and the "
             "rate would not decay",
         ),
-        "own without adapters": (
-            Overrides(TINY, "reasoning.phases.plasticity.train=own", "reasoning.plastic_lora.enabled=false"),
-            "*/cdrmix-reason-tiny.yaml:*: reasoning.phases.acceptance.steps: found 20 (an integer)\n"
-            "    allowed: 0 without reasoning.controller.enabled and adapters of reasoning.plastic_lora: there "
-            "is nothing to accept\n"
-            "command line ('reasoning.phases.plasticity.train=own'): reasoning.phases.plasticity.train: found "
-            '"own" (a string)\n'
-            "    allowed: all: reasoning.plastic_lora has no adapters, which are all that own trains",
-        ),
-        "own without adapters of layers": (
-            Overrides(TINY, "reasoning.phases.plasticity.train=own", "reasoning.plastic_lora.rwkv7=[]"),
+        "own without adapters, or without adapters of layers": (
+            [
+                Overrides(TINY, "reasoning.phases.plasticity.train=own", f"reasoning.plastic_lora.{none}")
+                for none in ("enabled=false", "rwkv7=[]")
+            ],
             "*/cdrmix-reason-tiny.yaml:*: reasoning.phases.acceptance.steps: found 20 (an integer)\n"
             "    allowed: 0 without reasoning.controller.enabled and adapters of reasoning.plastic_lora: there "
             "is nothing to accept\n"
@@ -753,14 +733,8 @@ PROBLEMS: dict[str, dict[str, tuple[str | Instead | Overrides, str]]] = {
             "*/cdrmix-reason-tiny.yaml:*: reasoning.phases.acceptance.steps: found 20 (an integer)\n"
             "    allowed: 0 with train: all: the phase trains the controller's heads alone",
         ),
-        "acceptance without a controller": (
-            Overrides(TINY, "reasoning.controller.enabled=false"),
-            "*/cdrmix-reason-tiny.yaml:*: reasoning.phases.acceptance.steps: found 20 (an integer)\n"
-            "    allowed: 0 without reasoning.controller.enabled and adapters of reasoning.plastic_lora: there "
-            "is nothing to accept",
-        ),
-        "acceptance without adapters": (
-            Overrides(TINY, "reasoning.plastic_lora.rwkv7=[]"),
+        "acceptance without a controller, or without adapters": (
+            [Overrides(TINY, "reasoning.controller.enabled=false"), Overrides(TINY, "reasoning.plastic_lora.rwkv7=[]")],
             "*/cdrmix-reason-tiny.yaml:*: reasoning.phases.acceptance.steps: found 20 (an integer)\n"
             "    allowed: 0 without reasoning.controller.enabled and adapters of reasoning.plastic_lora: there "
             "is nothing to accept",
@@ -787,19 +761,17 @@ PROBLEMS: dict[str, dict[str, tuple[str | Instead | Overrides, str]]] = {
             "command line ('reasoning.memory.heads=3'): reasoning.memory.heads: found 3 (an integer)\n"
             "    allowed: a divisor of reasoning.memory.tokens=8",
         ),
-        "an index below a chunk": (
-            Overrides(TINY, "reasoning.memory.max_tokens=16"),
-            "command line ('reasoning.memory.max_tokens=16'): reasoning.memory.max_tokens: found 16 (an integer)\n"
-            "    allowed: at least reasoning.chunk=32, which is an episode of the index",
-        ),
-        "an index below a chunk, in replay alone": (
-            Overrides(
-                TINY,
-                "reasoning.memory.max_tokens=16",
-                "reasoning.phases.operations.steps=0",
-                "reasoning.phases.operations_imitation.steps=0",
-                "reasoning.phases.plasticity.replay=[operations_imitation]",
-            ),
+        "an index below a chunk, also in replay alone": (
+            [
+                Overrides(TINY, "reasoning.memory.max_tokens=16"),
+                Overrides(
+                    TINY,
+                    "reasoning.memory.max_tokens=16",
+                    "reasoning.phases.operations.steps=0",
+                    "reasoning.phases.operations_imitation.steps=0",
+                    "reasoning.phases.plasticity.replay=[operations_imitation]",
+                ),
+            ],
             "command line ('reasoning.memory.max_tokens=16'): reasoning.memory.max_tokens: found 16 (an integer)\n"
             "    allowed: at least reasoning.chunk=32, which is an episode of the index",
         ),
@@ -854,7 +826,7 @@ def complaint(folder: Path, text: str | bytes, *overrides: str) -> str:
     return str(caught.value).replace(f"{folder}/", "")
 
 
-def made(change: str | Instead | Overrides) -> tuple[str, Sequence[str]]:
+def made(change: Change) -> tuple[str, Sequence[str]]:
     """The text of the file and the overrides."""
     match change:
         case Overrides():
@@ -876,10 +848,10 @@ def filled_in(expected: str, said: str) -> str:
 @pytest.mark.parametrize("section", PROBLEMS)
 def test_what_is_said(section: str, tmp_path: Path) -> None:
     found, wanted = {}, {}
-    for name, (change, expected) in PROBLEMS[section].items():
-        text, overrides = made(change)
-        found[name] = complaint(tmp_path, text, *overrides)
-        wanted[name] = filled_in(expected, found[name])
+    for name, (changes, expected) in PROBLEMS[section].items():
+        cases = [made(change) for change in (changes if isinstance(changes, list) else [changes])]
+        found[name] = [complaint(tmp_path, text, *overrides) for text, overrides in cases]
+        wanted[name] = [filled_in(expected, said) for said in found[name]]
     assert found == wanted
 
 

@@ -77,32 +77,29 @@ def begin_by_template(tokenizer: Tokenizer, token: str) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=special)
 
 
-def llama3() -> Tokenizer:
-    """Byte-level BPE with whole words as tokens (ignore_merges) and a token before a text."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+def byte_level(model: models.BPE, normalizer: normalizers.Normalizer | None, *special: str) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(FOREIGN_TRAINING, trainer)
-    tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    tokenizer.add_special_tokens([*special])
+    return tokenizer
+
+
+def llama3() -> Tokenizer:
+    """Byte-level BPE with whole words as tokens (ignore_merges) and a token before a text."""
+    tokenizer = byte_level(models.BPE(ignore_merges=True), None, "<|begin_of_text|>", "<|end_of_text|>")
     begin_by_template(tokenizer, "<|begin_of_text|>")
     return tokenizer
 
 
 def qwen() -> Tokenizer:
     """Byte-level BPE of text in NFC."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(FOREIGN_TRAINING, trainer)
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
-    return tokenizer
+    return byte_level(models.BPE(), normalizers.NFC(), "<|endoftext|>", "<|im_end|>")
 
 
 def llama2(prefix: bool = True) -> Tokenizer:

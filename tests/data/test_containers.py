@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import datetime
 import decimal
 import gzip
 import hashlib
-import io
 import json
 import random
 from collections.abc import Callable
@@ -20,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import zstandard
+from containers import CONTAINERS, Row, lines, parquet
 from pydantic import TypeAdapter
 
 from cdrmix.config import schema_data as schema
@@ -29,38 +28,12 @@ from cdrmix.data.sources.conversations import from_json
 from cdrmix.errors import CorpusError
 
 ADAPTER: TypeAdapter[schema.Source] = TypeAdapter(schema.Source)
-Row = dict[str, Any]
 TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 
 
-def lines(rows: list[Row]) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def parquet(rows: list[Row], **options: Any) -> bytes:
-    """Columns whose structs have the fields of all rows, as every writer makes them."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    stream = io.BytesIO()
-    table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
-    pyarrow.parquet.write_table(table, stream, **options)
-    return stream.getvalue()
-
-
-def comma_separated(rows: list[Row]) -> bytes:
-    stream = io.StringIO(newline="")
-    writer = csv.DictWriter(stream, list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    return stream.getvalue().encode()
-
-
-CONTAINERS: dict[str, Callable[[list[Row]], bytes]] = {
-    "rows.jsonl": lines,
-    "rows.jsonl.gz": lambda rows: gzip.compress(lines(rows), 1),
-    "rows.jsonl.zst": lambda rows: zstandard.ZstdCompressor().compress(lines(rows)),
-    "rows.parquet": parquet,
+FILES: dict[str, Callable[[list[Row]], bytes]] = {
+    **{f"rows.{name}": write for name, write in CONTAINERS.items()},
     "plain.parquet": lambda rows: parquet(rows, use_dictionary=False, row_group_size=2),
-    "rows.csv": comma_separated,
 }
 
 
@@ -70,7 +43,7 @@ def read(folder: Path, name: str, rows: list[Row], kind: str) -> tuple[list[Any]
     A conversation is compared as values, because the order of the fields is lost in a struct.
     """
     path = folder / name
-    path.write_bytes(CONTAINERS[name](rows))
+    path.write_bytes(FILES[name](rows))
     section = {"kind": kind, "paths": [str(path)]}
     if kind in ("jsonl", "csv", "parquet"):
         section["text_field"] = "body"
@@ -156,7 +129,7 @@ def test_texts_of_a_streamed_dataset(name: str, tmp_path: Path) -> None:
     rows = [{"body": draw.text(), "id": f"n{n}"} if name == "rows.csv" else draw.document() for n in range(20)]
     expected = read(tmp_path, "rows.jsonl", rows, "jsonl")
     (tmp_path / "dataset").mkdir()
-    (tmp_path / "dataset" / name).write_bytes(CONTAINERS[name](rows))
+    (tmp_path / "dataset" / name).write_bytes(FILES[name](rows))
     assert streamed(tmp_path / "dataset", "body") == expected
 
 
@@ -206,13 +179,8 @@ def damaged_containers() -> dict[str, tuple[bytes, str]]:
 def test_a_bad_file_is_named_and_the_next_one_is_read(
     name: str, damage: tuple[bytes, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = {"jsonl": lines, "parquet": parquet, "csv": comma_separated}[name.split(".")[1]]
     for other in "ac":
-        (tmp_path / name.replace("b", other)).write_bytes(write(text_rows(other)))
-    if name.endswith((".gz", ".zst")):
-        for other in "ac":
-            packed = gzip.compress if name.endswith("gz") else zstandard.ZstdCompressor().compress
-            (tmp_path / name.replace("b", other)).write_bytes(packed(write(text_rows(other))))
+        (tmp_path / name.replace("b", other)).write_bytes(CONTAINERS[name.partition(".")[2]](text_rows(other)))
     (tmp_path / name).write_bytes(damage[0])
     found, bad = streamed(tmp_path)
     texts = [text for text, _ in found]
@@ -339,7 +307,7 @@ def test_damage_of_any_kind_is_a_bad_record(tmp_path: Path) -> None:
         kind, row = draw.random.choice([("chat", draw.chat), ("preferences", draw.pair), ("parquet", draw.document)])
         names = ["rows.parquet", "plain.parquet"] + ["rows.jsonl.gz", "rows.jsonl.zst"] * (kind != "parquet")
         name = draw.random.choice(names)
-        data = bytearray(CONTAINERS[name]([row() for _ in range(3)]))
+        data = bytearray(FILES[name]([row() for _ in range(3)]))
         for _ in range(draw.random.randrange(1, 4)):
             place = draw.random.randrange(len(data))
             new = bytes(draw.random.randrange(256) for _ in range(draw.random.choice([0, 1, 1, 1, 20])))

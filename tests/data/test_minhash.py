@@ -16,6 +16,7 @@ import pytest
 import reference_words
 from hypothesis import given
 from hypothesis import strategies as st
+from reference_words import BITS, mixed
 
 from cdrmix import _dedup
 from cdrmix.data.dedup.minhash import (
@@ -31,8 +32,6 @@ from cdrmix.data.dedup.minhash import (
     exact_jaccard,
     minhash_signatures,
 )
-
-BITS = 2**64 - 1
 
 
 def shingles(text: str, ngram: int = 5) -> set[tuple[str, ...]]:
@@ -54,18 +53,10 @@ def packed(texts: list[str]) -> PackedTexts:
 # ---- signatures ----
 
 
-def reference_mix(x: int) -> int:
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & BITS
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & BITS
-    return x ^ (x >> 31)
-
-
 def reference_signature(text: str, num_perm: int, ngram: int, seed: int) -> list[int]:
     """The formula of csrc/minhash.hpp; the hashes of shingles are held to theirs in test_words.py."""
     xs = [int(value) >> 32 for value in _dedup.shingle_hashes(_dedup.Texts([text]), ngram)[0]]
-    draws = [
-        reference_mix((reference_mix(seed) + j * 0x9E3779B97F4A7C15) & BITS) >> 32 for j in range(1, 2 * num_perm + 1)
-    ]
+    draws = [mixed((mixed(seed) + j * 0x9E3779B97F4A7C15) & BITS) >> 32 for j in range(1, 2 * num_perm + 1)]
     permutations = zip((a | 1 for a in draws[::2]), draws[1::2], strict=True)
     return [min(((a * x + b) % 2**32 for x in xs), default=EMPTY) for a, b in permutations]
 

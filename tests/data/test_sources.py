@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import gzip
 import hashlib
 import io
-import json
 import sysconfig
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from containers import comma_separated, lines
 from pydantic import TypeAdapter
 
 from cdrmix.config import schema_data as schema
@@ -37,13 +36,11 @@ def read(section: dict[str, Any], *, limit: int = 100) -> tuple[list[Document], 
 
 
 def jsonl(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts).encode()
+    return lines([{"text": text, "n": 1} for text in texts])
 
 
 def as_csv(texts: list[str]) -> bytes:
-    stream = io.StringIO(newline="")
-    csv.writer(stream).writerows([["id", "text"], *([str(index), text] for index, text in enumerate(texts))])
-    return stream.getvalue().encode()
+    return comma_separated([{"id": str(index), "text": text} for index, text in enumerate(texts)])
 
 
 def parquet(texts: list[str], kind: pyarrow.DataType | None = None) -> bytes:

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference_words import words
+from reference_words import BITS, mixed, words
 
 from cdrmix import _dedup
 from cdrmix.data.dedup.minhash import simhash
 
-BITS = 2**64 - 1
 CODE_POINTS = 0x110000
 SCALARS = [*range(0xD800), *range(0xE000, CODE_POINTS)]  # what UTF-8 holds
 
@@ -30,20 +29,14 @@ PROPERTIES = {
 CASED, CASE_IGNORABLE = 16, 32
 
 
-def reference_mix(x: int) -> int:
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & BITS
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & BITS
-    return x ^ (x >> 31)
-
-
 def reference_words(text: str) -> list[int]:
     """The hashes of a text's words."""
     hashes = []
     for word in words(text):
         encoded, state = word.encode(), 0x9E3779B97F4A7C15
         for start in range(0, len(encoded), 8):
-            state = reference_mix(state ^ int.from_bytes(encoded[start : start + 8], "little"))
-        hashes.append(reference_mix(state ^ len(encoded)))
+            state = mixed(state ^ int.from_bytes(encoded[start : start + 8], "little"))
+        hashes.append(mixed(state ^ len(encoded)))
     return hashes
 
 
@@ -54,7 +47,7 @@ def reference_shingles(text: str, ngram: int) -> list[int]:
         value = 0
         for one in hashes[start : start + ngram]:
             value = (value * 0xD1342543DE82EF95 + one) & BITS
-        found.append(reference_mix(value))
+        found.append(mixed(value))
     return found
 
 

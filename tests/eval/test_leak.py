@@ -64,6 +64,7 @@ def test_only_personal_data_of_the_training_text_count_as_its() -> None:
     ("line", "message"),
     [
         ('{"prompt": "a"', r"canaries.jsonl:2: it is not JSON .*; a line is {\"prompt\": \"...\", \"secret\""),
+        ("[" * 100_000, "canaries.jsonl:2: it is not JSON"),
         ('{"prompt": "a"}', "canaries.jsonl:2: found the keys prompt; a line is"),
         ('["a", "b"]', 'canaries.jsonl:2: found .*"a", "b".*; a line is'),
         ('{"prompt": "a", "secret": 7}', "canaries.jsonl:2: secret must be text that is not empty; found 7"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,6 +64,13 @@ def model_with_weights(config: Config, *, plastic: bool = False, seed: int = 0) 
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     return model.eval().requires_grad_(False)
+
+
+@pytest.fixture
+def without_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes the kernels of fla where it is installed, and they need a GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setitem(sys.modules, "fla", None)
 
 
 @pytest.fixture(scope="module", autouse=True)

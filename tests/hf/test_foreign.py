@@ -199,6 +199,14 @@ def test_a_trained_model_does_not_need_the_folder_that_it_was_continued_from(
         assert found["bits_per_byte"] == pytest.approx(wanted["bits_per_byte"], rel=1e-6)
 
 
+def copied(run: RunFolder, folder: Path) -> Path:
+    """A copy of the export of a run, whose files may be changed."""
+    export = Path(shutil.copytree(run.export, folder / "model"))
+    for path in export.iterdir():
+        path.chmod(0o644)
+    return export
+
+
 def only_pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -318,10 +326,7 @@ def test_folders_that_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(finished.export, folder)
-    for path in folder.iterdir():
-        path.chmod(0o644)
+    folder = copied(finished, tmp_path)
     damage(folder)
     path = write("refused", {"path": str(folder)}, "model")
     assert main(["train", "--config", str(path)]) == code
@@ -333,10 +338,7 @@ def test_exports_whose_description_is_of_another_model_are_refused(
     name: str, finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With hashes that agree, as one who sends such an export writes them."""
-    folder = tmp_path / "model"
-    shutil.copytree(finished.export, folder)
-    for path in folder.iterdir():
-        path.chmod(0o644)
+    folder = copied(finished, tmp_path)
     (folder / "SHA256SUMS").unlink()
     NOT_HELD[name][0](folder)
     write_sums(folder)
@@ -345,9 +347,8 @@ def test_exports_whose_description_is_of_another_model_are_refused(
 
 
 def test_tensors_that_the_architecture_has_not_are_told(finished: RunFolder, write: Write, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(finished.export, tmp_path / "model"))
+    folder = copied(finished, tmp_path)
     weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").chmod(0o644)
     save_file(
         weights | {"model.surplus.weight": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +145,26 @@ def test_padding_of_the_vocabulary_takes_no_probability(architecture: str) -> No
     assert head_logits(found, head_layer(model), hidden, VOCAB).shape == (48, VOCAB)
 
 
-def test_an_unknown_head_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda logits: logits * logits.abs(), "output head of llama"),
+        (lambda logits: 0.5 * logits.where(logits < 0, torch.nan), "the logits of llama are NaN or infinite"),
+    ],
+)
+def test_an_unknown_head_and_logits_that_are_not_numbers_are_refused(
+    change: Callable[[Tensor], Tensor], message: str
+) -> None:
     model = build("llama")
     forward = model.forward
 
-    def squared(input_ids: Tensor, use_cache: bool) -> object:
+    def changed(input_ids: Tensor, use_cache: bool) -> object:
         output = forward(input_ids=input_ids, use_cache=use_cache)
-        output.logits = output.logits * output.logits.abs()
+        output.logits = change(output.logits)
         return output
 
-    model.forward = squared
-    with pytest.raises(ConfigError, match="output head of llama") as refused:
+    model.forward = changed
+    with pytest.raises(ConfigError, match=message) as refused:
         probe_head(model)
     assert refused.value.exit_code == 2
 
@@ -164,18 +174,4 @@ def test_a_head_that_reads_other_hidden_states_is_refused() -> None:
     assert probe_head(model, lambda ids: model(input_ids=ids, use_cache=False).logits) == Head()
     model.lm_head.register_forward_pre_hook(lambda _module, inputs: (inputs[0] + 1.0,))
     with pytest.raises(ConfigError, match="formula that cdrmix does not know"):
-        probe_head(model)
-
-
-def test_logits_that_are_not_numbers_are_refused() -> None:
-    model = build("llama")
-    forward = model.forward
-
-    def spoiled(input_ids: Tensor, use_cache: bool) -> object:
-        output = forward(input_ids=input_ids, use_cache=use_cache)
-        output.logits = 0.5 * output.logits.where(output.logits < 0, torch.nan)
-        return output
-
-    model.forward = spoiled
-    with pytest.raises(ConfigError, match="the logits of llama are NaN or infinite"):
         probe_head(model)

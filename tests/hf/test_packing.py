@@ -34,11 +34,7 @@ VOCAB = 320
 Separate = tuple[Tensor, float, dict[str, Tensor]]
 
 
-@pytest.fixture(autouse=True)
-def without_fla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers takes the kernels of fla where it is installed, and they need a GPU."""
-    if not torch.cuda.is_available():
-        monkeypatch.setitem(sys.modules, "fla", None)
+pytestmark = pytest.mark.usefixtures("without_fla")
 
 
 def build(architecture: str) -> PreTrainedModel:

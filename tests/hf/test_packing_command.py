@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from in_process import main
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -19,11 +18,7 @@ sys.path.remove(str(BENCHMARKS))
 tiny = architectures.tiny
 
 
-@pytest.fixture(autouse=True)
-def without_fla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers takes the kernels of fla where it is installed, and they need a GPU."""
-    if not torch.cuda.is_available():
-        monkeypatch.setitem(sys.modules, "fla", None)
+pytestmark = pytest.mark.usefixtures("without_fla")
 
 
 def arguments(folder: Path, architecture: str, *overrides: str) -> list[str]:

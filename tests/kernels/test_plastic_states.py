@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cdrmix import ops
-from cdrmix.kernels.common.triton_helpers import ARCHITECTURES, INTERPRETED
-from cdrmix.kernels.fast_weights import triton_states
+from cdrmix.kernels.common.triton_helpers import INTERPRETED
 from cdrmix.ops import fast_weight_chunks
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is off; `-m gpu` compiles the kernels")
@@ -149,9 +148,3 @@ def test_rows_of_chunks_with_the_kernels(
 @pytest.mark.parametrize(("rank", "chunks", "starts"), ROWS)
 def test_rows_of_chunks_on_a_gpu(rank: int, chunks: int, starts: list[int]) -> None:
     rows_of_chunks(rank, chunks, starts, "cuda")
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_builds_name_every_argument_once(arch: str) -> None:
-    for build in triton_states.builds(arch):
-        assert sorted([*build.signature, *build.constants]) == sorted(build.kernel.arg_names), build.name

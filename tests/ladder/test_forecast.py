@@ -210,6 +210,7 @@ def test_the_command_on_csv_and_json_lines(tmp_path: Path, capsys: pytest.Captur
         ("x.csv", "name,loss\na,2\n", "x.csv:2: compute: missing"),
         ("x.csv", "name,compute,loss\na,1e18,2\na,2e18,2\n", "x.csv:3: compute: found 2e[+]18; allowed: 1e[+]18"),
         ("x.jsonl", '{"compute": 1e18, "loss": 2}\n{"compute"\n', "x.jsonl:2: not valid JSON"),
+        ("x.jsonl", '{"compute": 1' + "0" * 5000 + "}", "x.jsonl:1: not valid JSON"),
         ("x.jsonl", "[1e18, 2]\n", "x.jsonl:1: not a JSON object"),
         ("x.jsonl", '{"compute": true}\n', "x.jsonl:1: compute: found True"),
         ("x.jsonl", '{"compute": 1e18, "name": ""}\n', "x.jsonl:1: name: found ''"),

@@ -141,6 +141,10 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda root: [(root / "ledger.head").unlink(), (root / "ledger.head").mkdir()],
         "ledger.head was changed: it is not a file of UTF-8 text",
     ),
+    "a number without end": (
+        lambda root: edit(root, 10, "{", "1" * 5000),
+        "ledger.jsonl:10 was changed: it is not valid",
+    ),
     "an added line": (lambda root: append(root / "ledger.jsonl"), "ledger.jsonl:11 was changed"),
     "edited weights": (
         lambda root: append(run_of(root, "toy-a") / "export" / "model.safetensors"),

@@ -222,6 +222,18 @@ class Harmful:
         return os.mkdir, (self.path,)
 
 
+def array(shape: int, kind: str = "<f8") -> bytes:
+    """The header of an array of NumPy, without its values."""
+    return (
+        b"\x93NUMPY\x01\x00v\x00"
+        + f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({shape},), }}".encode().ljust(118)
+    )
+
+
+def tensor(content: bytes) -> bytes:
+    return b'["tensor", "' + base64.b64encode(content) + b'"]'
+
+
 HOSTILE = [
     b"",
     b"\xff\xfe",
@@ -233,6 +245,7 @@ HOSTILE = [
     b'["error", ["__builtins__", "x"]]',
     b'["tensor", "AAAA"]',
     b'["tensor", "%"]',
+    *(tensor(array(shape)) for shape in (3, -1, 10**15, 10**30)),
     b'["dict", [[["list", []], ["plain", 1]]]]',
     b'["plain", [1]]',
     b'{"plain": 1}',
@@ -251,14 +264,10 @@ def test_what_a_stranger_writes_into_the_store_is_not_run(monkeypatch: pytest.Mo
     store = dist.HashStore()
     monkeypatch.setattr(distributed, "rendezvous_store", lambda rank, size: store)
     harm = tmp_path / "harm"
-    array = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }".ljust(118)
     assert pickle.loads(pickle.dumps(Harmful(tmp_path / "it works"))) is None
     assert (tmp_path / "it works").exists()
 
-    said = (
-        pickle.dumps(Harmful(harm)),
-        b'["tensor", "' + base64.b64encode(array + pickle.dumps(Harmful(harm))) + b'"]',
-    )
+    said = (pickle.dumps(Harmful(harm)), tensor(array(1, "|O") + pickle.dumps(Harmful(harm))))
     for turn, text in enumerate(said, 1):
         store.set(f"item {turn} of 1", text.decode("latin-1"))
         world = DistributedContext(0, 2, 0, torch.device("cpu"))

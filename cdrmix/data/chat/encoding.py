@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from cdrmix.data.chat.rendering import TEXT_BEGIN, Rendered
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import VocabularyError
+from cdrmix.json_text import parse_json
 
 MARK = TEXT_BEGIN  # normalised text does not have this character
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -92,7 +93,7 @@ def _byte_ends(text: Rendered) -> Array:
 
 def _with_marked_names(json_bytes: bytes) -> bytes:
     """A tokenizer.json whose special tokens have MARK before their names, and no post-processor."""
-    described = json.loads(json_bytes)
+    described = parse_json(json_bytes)
     names = set()
     for token in described["added_tokens"]:
         if token["special"]:

@@ -31,6 +31,7 @@ from cdrmix.data.sources.base import BadRecord
 from cdrmix.data.sources.conversations import Conversation, Pair
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
+from cdrmix.json_text import parse_json
 
 Span = tuple[int, int]
 RULES = 2  # increased when a conversation gives another text or loss. 2: weights of turns, arguments that are JSON
@@ -61,7 +62,7 @@ class Rendered:
     @classmethod
     def from_marks(cls, text: str, marks: str) -> Self:
         """The object whose `marks` these are."""
-        special, trained, prompt, second = json.loads(marks)
+        special, trained, prompt, second = parse_json(marks)
         return cls(text, tuple(map(tuple, special)), tuple(map(tuple, trained)), prompt, second)
 
     def plain(self) -> list[str]:
@@ -343,7 +344,7 @@ def template_tokens(data: schema.Data) -> list[str]:
 
 def special_names(json_bytes: bytes) -> list[str]:
     """The names of the special tokens of a tokenizer.json."""
-    return [token["content"] for token in json.loads(json_bytes)["added_tokens"] if token["special"]]
+    return [token["content"] for token in parse_json(json_bytes)["added_tokens"] if token["special"]]
 
 
 def _mark(match: re.Match[str]) -> str:

@@ -26,35 +26,14 @@ WORK_PER_UNIT = 64  # as many for each unit of what it is given
 STEP, ITEM = 64, 8
 WORD_BITS = 32  # of a large integer, a unit
 
-CONSTANT = {
-    "length",
-    "count",
-    "first",
-    "last",
-    "default",
-    "d",
-    "attr",
-    "safe",
-}  # filters that read nothing but the size
-LAZY = {
-    "list",
-    "reverse",
-    "items",
-    "map",
-    "batch",
-    "slice",
-    "random",
-}  # filters that read the items, not what is in them
-LAZY |= {"select", "reject", "selectattr", "rejectattr"}
+# Filters that read nothing but the size of their value; that read its items, but not what is in them; and that are left
+# out, because their work has no simple bound and templates of chats need none.
+CONSTANT = {"length", "count", "first", "last", "default", "d", "attr", "safe"}
+LAZY = {"list", "reverse", "items", "map", "batch", "slice", "random", "select", "reject", "selectattr", "rejectattr"}
+LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap")
 READING = {"eq", "ne", "lt", "le", "gt", "ge", "in", "==", "!=", "<", "<=", ">", ">="}  # tests that read a whole value
 READING |= {"equalto", "greaterthan", "lessthan", "lower", "upper"}
 SLOW = {"rfind", "rindex", "rpartition", "rsplit", "strip", "lstrip", "rstrip"}  # methods: a product of two lengths
-LEFT_OUT = (
-    "pprint",
-    "striptags",
-    "urlize",
-    "wordwrap",
-)  # filters whose work has no simple bound; templates of chats need none
 
 
 class TooMuchWork(Exception):

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 
 from cdrmix.data.chat.sandbox import Sandbox, TooMuchWork, bounded
 from cdrmix.data.sources.base import BadRecord
-from cdrmix.data.sources.conversations import UNTRAINED, Conversation
+from cdrmix.data.sources.conversations import UNTRAINED, Conversation, json_object
 from cdrmix.errors import ConfigError
 from cdrmix.json_text import parse_json
 
@@ -92,7 +92,7 @@ class JsonText(str):
 
     def items(self) -> Any:
         """As of the object, for templates that write one argument after another."""
-        return json.loads(self).items()
+        return parse_json(self).items()
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,17 +110,9 @@ def _with_json(value: Any, name: str) -> Any:
     if not isinstance(value, dict):
         return value
     changed = {"function": _with_json(value["function"], name)} if isinstance(value.get("function"), dict) else {}
-    if isinstance(text := value.get(name), str) and _object(text) is not None:
+    if isinstance(text := value.get(name), str) and json_object(text) is not None:
         changed[name] = JsonText(text)
     return {**value, **changed}
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 @lru_cache(maxsize=16)
@@ -163,7 +155,7 @@ def _items(value: Any) -> Any:
 def _parsed(value: Any) -> Any:
     """The value with the object of every JsonText in it."""
     if isinstance(value, JsonText):
-        return _object(value)
+        return json_object(value)
     if isinstance(value, list | tuple):
         return [*map(_parsed, value)]
     return {key: _parsed(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from cdrmix.data.sources.base import BadRecord
-from cdrmix.data.sources.conversations import Conversation
+from cdrmix.data.sources.conversations import Conversation, json_object
 
 LABELS = {"role", "id", "name", "type", "tool_call_id"}  # fields of a turn that are not its contents
 CALLS = ("tool_calls", "function_call")
@@ -145,13 +145,8 @@ def _changed(value: Any, path: Sequence[str | int], change: Callable[[Any], Any]
 def _ended(value: Any, word: str, keys: bool) -> Any:
     """The value with the word at the end of every text, and of every key if `keys`. A text may be JSON."""
     if isinstance(value, str):
-        if keys:
-            try:
-                parsed = json.loads(value)
-            except ValueError:
-                parsed = None
-            if isinstance(parsed, dict):
-                return json.dumps(_ended(parsed, word, keys), ensure_ascii=False)
+        if keys and (parsed := json_object(value)) is not None:
+            return json.dumps(_ended(parsed, word, keys), ensure_ascii=False)
         return value + word if value.strip() else value
     if isinstance(value, list):
         return [_ended(item, word, keys) for item in value]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from cdrmix.data.pipeline.stats import PipelineStats
 from cdrmix.data.pipeline.storage import Array, key_ranges, read_table
 from cdrmix.data.pipeline.url_duplicates import filtered_rows, limit_per_key
 from cdrmix.data.sources.base import Document, utf8_size
+from cdrmix.json_text import parse_json
 
 MEMORY_PER_TEXT_BYTE = 16  # bytes of memory for a byte of text of a task, with its tokens and Python objects
 OVERHEAD_BYTES = 1024  # of a document: signature, band entries and columns
@@ -144,7 +144,7 @@ def deduplicate(
         for partition in range(len(survivors)):
             table = survivors.table(partition, ["text", "domain", "where", "meta"])
             for row in (row for piece in table.to_batches(256) for row in piece.to_pylist()):
-                metadata = json.loads(row["meta"]) if row["meta"] else {}
+                metadata = parse_json(row["meta"]) if row["meta"] else {}
                 yield Document(row["text"], sources[row["domain"]], row["where"], metadata)
 
 

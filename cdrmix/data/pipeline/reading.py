@@ -28,7 +28,7 @@ from cdrmix.data.cleaning.filters import FilterChain, FilterResult
 from cdrmix.data.cleaning.normalize import SURROGATES, html_text, normalize
 from cdrmix.data.cleaning.pii import scrub
 from cdrmix.data.cleaning.urls import canonical_url, registrable_domain
-from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample, excerpt
+from cdrmix.data.pipeline.stats import Amount, PipelineStats, Sample, add_counts, excerpt
 from cdrmix.data.pipeline.storage import atomic_file, read_report, write_table
 from cdrmix.data.sources.base import (
     BAD_RECORDS_SHOWN,
@@ -202,7 +202,7 @@ def read_unit(unit: Unit) -> PipelineStats:
         if unit.cleaning.pii and not document.marks:  # a conversation is scrubbed before it is rendered
             text, found = scrub(text, unit.cleaning.pii)
             if found:
-                stats.found(found)
+                add_counts(stats.pii, found)
                 digest = content_hash(text)
         hashes.append(digest)
         stats.kept.add(utf8_size(text))
@@ -251,7 +251,7 @@ def _conversation(
 
     def clean(content: str) -> str:
         content, found = scrub(normalize(content), cleaning.pii) if cleaning.pii else (normalize(content), {})
-        stats.found(found)
+        add_counts(stats.pii, found)
         return content
 
     conversation = from_json(text).mapped(clean)
@@ -267,7 +267,7 @@ def _conversation(
             rendered = renderer.render_pair(conversation)
         else:
             rendered = renderer.render(conversation)
-        stats.count_hidden(renderer.hidden_fields(conversation, rendered))
+        add_counts(stats.hidden, dict.fromkeys(renderer.hidden_fields(conversation, rendered), 1))
     except ConfigError as error:
         raise ConfigError(f"{error} ({where})") from error
     stats.read.add(utf8_size(rendered.text))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import socket
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cdrmix.data.pipeline.executor import Executor
-from cdrmix.durable import wait_for_lock, write_atomically
+from cdrmix.durable import wait_for_lock, wait_until, write_atomically
+from cdrmix.json_text import parse_json
 
 Task = TypeVar("Task")
 Say = Callable[[str], None]
@@ -87,15 +89,10 @@ class StageRunner:
         path = self.folder / f"{name}.json"
         if not path.exists():
             write_atomically(path, json.dumps(make()))
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
 
     def stage(
-        self,
-        name: str,
-        function: Callable[[Task], dict[str, Any]],
-        tasks: Iterable[Task],
-        *,
-        about: str,
+        self, name: str, function: Callable[[Task], dict[str, Any]], tasks: Iterable[Task], *, about: str
     ) -> list[dict[str, Any]]:
         """The results of the tasks, in their order. `function` must write its files before it returns.
 
@@ -110,7 +107,7 @@ class StageRunner:
             for size in self.executor.run(partial(_run, function), missing):
                 progress.add(size)
             progress.end()
-            results = [json.loads(path.read_bytes()) for path, _ in numbered]
+            results = [parse_json(path.read_bytes()) for path, _ in numbered]
             return {
                 "results": results,
                 "seconds": time.monotonic() - progress.started,
@@ -130,7 +127,7 @@ class StageRunner:
         """
         path = self.folder / f"{name}.json"
         if path.exists():
-            return len(json.loads(path.read_bytes())["results"])
+            return len(parse_json(path.read_bytes())["results"])
         begun = self.folder / f"{name}.tasks"
         if not begun.exists() or begun.read_text() != str(otherwise):
             self.remove(f"{name}.results")
@@ -141,7 +138,7 @@ class StageRunner:
         """By stage: seconds, cpu_seconds of its tasks, bytes of processed text."""
         timings = {}
         for path in sorted(self.folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
-            content = json.loads(path.read_bytes())
+            content = parse_json(path.read_bytes())
             if isinstance(content, dict) and "seconds" in content:
                 timings[path.stem] = {name: content[name] for name in ("seconds", "cpu_seconds", "bytes")}
         return timings
@@ -169,17 +166,16 @@ def exclusive_lock(lock: Path, say: Say) -> Iterator[None]:
     """
     me = f"{socket.gethostname()} {os.getpid()}"
     with lock.open("a+") as file:
-        wait_for_lock(file, lambda: say(f"{_holder(lock)} is preparing this text; waiting for it"))
-        told_user = False
-        while (
-            (holder := lock.read_text())
-            and holder.split()[0] != me.split()[0]
-            and _age(lock) < HEARTBEAT_TIMEOUT_SECONDS
-        ):
-            if not told_user:
-                say(f"The machine {holder.split()[0]} is preparing this text; waiting for it")
-                told_user = True
-            time.sleep(1)
+
+        def waiting(seconds: float = 0.0) -> None:
+            say(f"{_holder(lock)} is preparing this text; waiting for it")
+
+        def free() -> bool:
+            holder = lock.read_text().split()
+            return not holder or holder[0] == me.split()[0] or _age(lock) >= HEARTBEAT_TIMEOUT_SECONDS
+
+        wait_for_lock(file, waiting)
+        wait_until(free, math.inf, waiting, first=0.0)
         lock.write_text(me)
         stop = threading.Event()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -70,16 +70,6 @@ class PipelineStats:
         filtered.add(size)
         filtered.add_samples([sample])
 
-    def found(self, pii: Mapping[str, int]) -> None:
-        """Add counts of personal data by kind."""
-        for kind, count in pii.items():
-            self.pii[kind] = self.pii.get(kind, 0) + count
-
-    def count_hidden(self, fields: Iterable[str]) -> None:
-        """Add a conversation of which the chat template does not write these fields."""
-        for name in fields:
-            self.hidden[name] = self.hidden.get(name, 0) + 1
-
     def merge(self, other: PipelineStats) -> None:
         """Add another stats to this one."""
         for mine, theirs in ((self.read, other.read), (self.kept, other.kept)):
@@ -90,9 +80,8 @@ class PipelineStats:
             filtered.add_samples(theirs.samples)
         for language, amount in other.languages.items():
             self.languages.setdefault(language, Amount()).add(amount.bytes, amount.documents)
-        self.found(other.pii)
-        for name, count in other.hidden.items():
-            self.hidden[name] = self.hidden.get(name, 0) + count
+        add_counts(self.pii, other.pii)
+        add_counts(self.hidden, other.hidden)
         self.metadata_bytes += other.metadata_bytes
         self.bad += other.bad
         self.bad_shown = [*self.bad_shown, *other.bad_shown][:BAD_SHOWN]
@@ -122,6 +111,12 @@ class PipelineStats:
             bad_shown=data["bad_shown"],
             cpu_seconds=data["cpu_seconds"],
         )
+
+
+def add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    """Adds counts by name."""
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
 
 
 def excerpt(text: str) -> str:

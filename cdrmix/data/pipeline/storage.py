@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from cdrmix.data.dedup.minhash import PackedTexts
 from cdrmix.durable import sync_file
+from cdrmix.json_text import parse_json
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -55,7 +56,7 @@ def read_table(path: Path) -> pa.Table:
 def read_report(path: Path) -> dict[str, Any]:
     """The report of a table."""
     with pa.memory_map(str(path)) as source:
-        return dict(json.loads(pa.ipc.open_file(source).schema.metadata[REPORT]))
+        return dict(parse_json(pa.ipc.open_file(source).schema.metadata[REPORT]))
 
 
 def column(table: pa.Table, name: str) -> Array:

@@ -23,6 +23,7 @@ from typing import Any
 from cdrmix.config import schema_data as schema
 from cdrmix.data.sources import training_fields
 from cdrmix.data.sources.base import BadRecord, Metadata
+from cdrmix.json_text import parse_json
 
 Message = dict[str, Any]
 ROLES = {
@@ -96,7 +97,7 @@ class Pair:
 
 def from_json(text: str) -> Conversation | Pair:
     """The conversation or pair of `to_json`."""
-    fields = json.loads(text)
+    fields = parse_json(text)
     if "chosen" in fields:
         return Pair(Conversation(**fields["chosen"]), Conversation(**fields["rejected"]))
     return Conversation(**fields)
@@ -354,9 +355,19 @@ def _object(item: Any, what: str) -> Any:
 
 def _parsed(text: str, what: str) -> Any:
     try:
-        return json.loads(text) if text.strip() else None
-    except (ValueError, RecursionError) as error:
+        return parse_json(text) if text.strip() else None
+    except ValueError as error:
         raise BadRecord(f"{what} is not JSON: {error}") from error
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object of a JSON text. None if it is none, or has more than MAX_DEPTH lists and objects in each other."""
+    try:
+        value = parse_json(text)
+        _check_depth(value, "it")
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _check_depth(value: Any, where: str, left: int = MAX_DEPTH) -> None:

@@ -38,8 +38,8 @@ class StoredFile(Protocol):
     def suffix(self) -> str:
         """The last ending of its name, with the dot."""
 
-    def open(self, mode: str = "rb") -> Any:
-        """A binary stream of its stored bytes."""
+    def open(self, mode: str, /) -> Any:
+        """A binary stream of its stored bytes, for the mode rb."""
 
     def stat(self) -> Any:
         """An object whose `st_size` is the number of its stored bytes."""
@@ -81,7 +81,7 @@ def walk(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str]) -> Ite
 
 
 @contextmanager
-def reading(path: Path | StoredFile) -> Iterator[None]:
+def reading(path: StoredFile) -> Iterator[None]:
     """Raises CorpusError if the operating system cannot read `path`."""
     try:
         yield
@@ -91,12 +91,12 @@ def reading(path: Path | StoredFile) -> Iterator[None]:
         raise CorpusError(f"data.source: cannot read {path}: {error.strerror or error}") from error
 
 
-def expansion_limit(path: Path | StoredFile, max_expansion: int) -> int:
+def expansion_limit(path: StoredFile, max_expansion: int) -> int:
     """The bytes to which a file may expand."""
     return max(path.stat().st_size * max_expansion, MIN_EXPANSION_LIMIT)
 
 
-def open_bytes(path: Path | StoredFile, max_expansion: int) -> BinaryIO:
+def open_bytes(path: StoredFile, max_expansion: int) -> BinaryIO:
     """Opens `path` for reading; .gz and .zst files are decompressed. A damaged file raises one of DAMAGED_STREAM.
 
     max_expansion: maximum ratio of decompressed to compressed size; 64 MiB are always allowed.

@@ -31,7 +31,7 @@ DENSE_BYTES = 2**26  # most bytes of the longest values of a batch, apart from o
 CELL_BYTES = 8  # of any cell of a table, so that rows without text count too
 
 
-def text_rows(path: Path | StoredFile, text_field: str, max_expansion: int) -> Iterator[Record]:
+def text_rows(path: StoredFile, text_field: str, max_expansion: int) -> Iterator[Record]:
     """The rows of a file. raw: the text as bytes or None, and the other columns of scalars and structs of scalars.
 
     A row of invalid UTF-8 does not affect other rows: the text is given as bytes, and invalid bytes of other columns
@@ -62,7 +62,7 @@ def text_rows(path: Path | StoredFile, text_field: str, max_expansion: int) -> I
             yield Record(row + 1, error=_damage(error))
 
 
-def _checked_columns(path: Path | StoredFile, columns: Any, text_field: str) -> list[str]:
+def _checked_columns(path: StoredFile, columns: Any, text_field: str) -> list[str]:
     """The columns of a file that are metadata. Raises CorpusError without one column of strings `text_field`."""
     if text_field not in columns.names:
         raise missing_column(text_field, str(path), columns.names)
@@ -77,7 +77,7 @@ def _checked_columns(path: Path | StoredFile, columns: Any, text_field: str) -> 
     return list(dict.fromkeys(names))
 
 
-def parquet_rows(path: Path | StoredFile, asked: Collection[str], max_expansion: int) -> Iterator[Record]:
+def parquet_rows(path: StoredFile, asked: Collection[str], max_expansion: int) -> Iterator[Record]:
     """The rows of a file as mappings from the names of columns, also nested ones, to JSON values.
 
     asked: columns that are needed. Others with binary data, such as images, are not read. Raises CorpusError if a name
@@ -124,7 +124,7 @@ def _row(batch: Any, number: int, size: int) -> Record:
 
 
 @contextmanager
-def parquet_file(path: Path | StoredFile, *, as_numbers: bool = False) -> Iterator[Any]:
+def parquet_file(path: StoredFile, *, as_numbers: bool = False) -> Iterator[Any]:
     """A pyarrow.parquet.ParquetFile. as_numbers: its texts are dictionary arrays, which not all encodings allow."""
     import pyarrow.parquet
 
@@ -143,7 +143,7 @@ def parquet_file(path: Path | StoredFile, *, as_numbers: bool = False) -> Iterat
 class _Bound:
     """Counts what a file expands to. Raises ExpansionError above the limit."""
 
-    def __init__(self, path: Path | StoredFile, metadata: Any, max_expansion: int) -> None:
+    def __init__(self, path: StoredFile, metadata: Any, max_expansion: int) -> None:
         self._left, self._max_expansion = expansion_limit(path, max_expansion), max_expansion
         groups = map(metadata.row_group, range(metadata.num_row_groups))
         if sum(group.total_byte_size for group in groups) > self._left:  # before a page is decompressed

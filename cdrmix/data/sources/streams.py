@@ -26,7 +26,7 @@ from cdrmix.data.sources.tables import (
     decoded,
     json_lines,
     parse_cells,
-    parse_json,
+    parse_object,
     parse_row,
 )
 from cdrmix.durable import disk_full, is_disk_full
@@ -51,7 +51,7 @@ class HubFile:
         """The last ending of its name."""
         return PurePosixPath(self.address).suffix
 
-    def open(self, mode: str = "rb") -> Any:
+    def open(self, mode: str, /) -> Any:
         """A binary stream."""
         from huggingface_hub import HfFileSystem
 
@@ -82,12 +82,7 @@ class HuggingFace(Source):
         self._place = (0, 0)  # of the last record of `_read`: number of its file, from 0, and its number there, from 1
 
     def identity(self) -> list[Any]:
-        identity: list[Any] = [
-            self.section.name,
-            self.section.config_name,
-            self.section.revision,
-            self.section.split,
-        ]
+        identity: list[Any] = [self.section.name, self.section.config_name, self.section.revision, self.section.split]
         if (folder := Path(self.section.name)).is_dir():  # a local folder has no revision
             for path in walk(folder, (), frozenset()):
                 status = path.stat()
@@ -142,7 +137,7 @@ class HuggingFace(Source):
             ) from error
 
     def _read(
-        self, found: list[Path | StoredFile], checkpoint: Any, unreachable: tuple[type[Exception], ...]
+        self, found: list[StoredFile], checkpoint: Any, unreachable: tuple[type[Exception], ...]
     ) -> Iterator[Record]:
         """The records of files of known formats, numbered together."""
         self._number, (current, known) = (checkpoint["rows"], checkpoint["file"]) if checkpoint else (0, (0, 0))
@@ -214,14 +209,14 @@ class HuggingFace(Source):
         )
 
 
-def _files(builder: Any, split: str) -> list[Path | StoredFile]:
+def _files(builder: Any, split: str) -> list[StoredFile]:
     """The files of a split, if their formats are known and the dataset asks for no other way to read them."""
     config = builder.config
     usual = type(config)()
     changed = {field.name for field in dataclasses.fields(config) if field.name not in NAMING}
     if any(getattr(config, name) != getattr(usual, name) for name in changed):
         return []
-    files: list[Path | StoredFile] = []
+    files: list[StoredFile] = []
     for address in (config.data_files or {}).get(split, ()):
         if not address.lower().endswith(KNOWN) or not (address.startswith(HUB) or Path(address).is_file()):
             return []
@@ -232,7 +227,7 @@ def _files(builder: Any, split: str) -> list[Path | StoredFile]:
 KNOWN = (*JsonLines.suffixes, *Parquet.suffixes, *CommaSeparated.suffixes)
 
 
-def _reader(name: str) -> tuple[str, Callable[[Path | StoredFile, str, int], Iterator[Record]]]:
+def _reader(name: str) -> tuple[str, Callable[[StoredFile, str, int], Iterator[Record]]]:
     """The kind of a file, and the function that reads it."""
     if name.lower().endswith(Parquet.suffixes):
         return "parquet", text_rows
@@ -265,7 +260,7 @@ def _is_kept(value: Any) -> bool:
 
 
 PARSERS: dict[str, Callable[[Any, str], tuple[str, Metadata]]] = {
-    "jsonl": parse_json,
+    "jsonl": parse_object,
     "csv": parse_row,
     "parquet": parse_cells,
     "row": parse_stream_row,

@@ -26,6 +26,7 @@ from cdrmix.data.sources.base import (
 )
 from cdrmix.data.sources.files import DAMAGED_STREAM, OverLongRecord, RecordLines, StoredFile, open_bytes, reading
 from cdrmix.data.sources.parquet_files import text_rows
+from cdrmix.json_text import parse_json
 
 
 @SOURCES("jsonl")
@@ -36,14 +37,14 @@ class JsonLines(FileSource):
     suffixes = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
 
     def __init__(self, section: schema_data.JsonlSource, max_expansion: int) -> None:
-        self.parse = partial(parse_json, text_field=section.text_field)
+        self.parse = partial(parse_object, text_field=section.text_field)
         super().__init__(section.paths, max_expansion)
 
     def read(self, path: Path) -> Iterator[Record]:
         return json_lines(path, self.max_expansion)
 
 
-def json_lines(path: Path | StoredFile, max_expansion: int) -> Iterator[Record]:
+def json_lines(path: StoredFile, max_expansion: int) -> Iterator[Record]:
     """The lines of a file that are not blank, as bytes."""
     number = 0
     with reading(path), open_bytes(path, max_expansion) as stream:
@@ -66,7 +67,7 @@ def json_lines(path: Path | StoredFile, max_expansion: int) -> Iterator[Record]:
                 yield Record(number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, len(line))
 
 
-def parse_json(raw: bytes, text_field: str) -> tuple[str, Metadata]:
+def parse_object(raw: bytes, text_field: str) -> tuple[str, Metadata]:
     """The text and the other fields of a JSON object."""
     record = decoded(raw)
     if not isinstance(record, dict):
@@ -82,12 +83,12 @@ def parse_json(raw: bytes, text_field: str) -> tuple[str, Metadata]:
 def decoded(raw: bytes) -> Any:
     """The value of a line of JSON. Raises BadRecord."""
     try:
-        return json.loads(raw.decode("utf-8"))
+        return parse_json(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadRecord(invalid_utf8(error)) from error
     except json.JSONDecodeError as error:
         raise BadRecord(f"is not JSON: {error.msg} (column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits; too deep nesting
+    except ValueError as error:  # an integer of thousands of digits; too deep nesting
         raise BadRecord(f"is not usable JSON: {error}") from error
 
 
@@ -107,7 +108,7 @@ class CommaSeparated(FileSource):
         return csv_rows(path, self.text_field, self.max_expansion)
 
 
-def csv_rows(path: Path | StoredFile, text_field: str, max_expansion: int) -> Iterator[Record]:
+def csv_rows(path: StoredFile, text_field: str, max_expansion: int) -> Iterator[Record]:
     """The rows of a file. raw: the header and the cells. Raises CorpusError without one column `text_field`."""
     csv.field_size_limit(files.MAX_RECORD_BYTES)  # the default limit of 128 KiB is too short for documents
     with reading(path), open_bytes(path, max_expansion) as stream:

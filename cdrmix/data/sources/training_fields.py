@@ -34,9 +34,7 @@ def taken_from_turn(turn: dict[str, Any], number: int) -> bool | None:
                 f"turn {number} has the field {name!r}, whose meaning for the loss is not known; known are "
                 f"{', '.join((*TRAINED, *UNTRAINED))} with 0 or 1. Use one of them, or give the field another name"
             )
-    if len({*answers.values()}) > 1:
-        raise BadRecord(f"the fields {', '.join(answers)} of turn {number} contradict each other about the loss")
-    return next(iter(answers.values()), None)
+    return _agreed(answers, f"turn {number}")
 
 
 def of_record(record: Mapping[str, Any], roles: Mapping[str, str]) -> bool | None:
@@ -49,8 +47,13 @@ def of_record(record: Mapping[str, Any], roles: Mapping[str, str]) -> bool | Non
     mask = record.get("mask")
     if mask is not None and (not isinstance(mask, str) or roles.get(mask.lower(), "assistant") == "assistant"):
         raise BadRecord(f"its field 'mask' is {mask!r}; allowed is a role without a loss, such as 'User'")
+    return _agreed(answers, "the record")
+
+
+def _agreed(answers: Mapping[str, bool], where: str) -> bool | None:
+    """The answer of the fields, by name; None without fields."""
     if len({*answers.values()}) > 1:
-        raise BadRecord(f"its fields {', '.join(answers)} contradict each other about the loss")
+        raise BadRecord(f"the fields {', '.join(answers)} of {where} contradict each other about the loss")
     return next(iter(answers.values()), None)
 
 

@@ -25,6 +25,7 @@ from cdrmix.config.schema_ablation import Ablation
 from cdrmix.config.schema_reasoning import EpisodesOfDocuments
 from cdrmix.durable import only_process, sha256_file, write_atomically
 from cdrmix.errors import ConfigError
+from cdrmix.json_text import parse_json
 from cdrmix.kernels.common.products import set_num_threads
 from cdrmix.reason.build import replayed
 from cdrmix.reason.experiments import (  # noqa: F401  # they register themselves
@@ -279,9 +280,9 @@ def _read(path: Path, say: Say) -> dict[str, Mapping[str, object]]:
         return known
     for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             known[line["mark"]] = {"measured": _mapping(line["measured"]), "seconds": line["seconds"]}
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             say(f"{path}:{number} is not a result; its arm is run again")
     return known
 
