@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -296,16 +297,31 @@ def test_comma_separated_texts(tmp_path: Path) -> None:
     assert read(tmp_path, "rows.csv", rows, "csv") == read(tmp_path, "rows.jsonl", rows, "jsonl")
 
 
-def test_a_text_is_not_cut_at_a_comma_without_quotes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["csv", "huggingface"])
+@pytest.mark.parametrize(
+    ("lines", "found", "bad"),
+    [
+        (["id,body", "1,one, and more", '2,"two, and more"', "3,three,", "4,four"], ["two, and more", "four"], [2, 4]),
+        (
+            ["body,id", "one", "and more,1", '"two', 'and more",2', "three,3"],
+            ["and more", "two\nand more", "three"],
+            [2],
+        ),
+        (["body,id", "one,1", "body,id", "two,2"], ["one", "two"], [3]),
+    ],
+    ids=["commas", "line ends", "header"],
+)
+def test_a_text_is_not_cut_without_quotes(
+    kind: str, lines: list[str], found: list[str], bad: list[int], tmp_path: Path
+) -> None:
     """Nothing tells which of the cells are one text, also where the last one is empty."""
     path = tmp_path / "a.csv"
-    path.write_text('id,body\n1,one, and more\n2,"two, and more"\n3,three,\n4,four\n')
-    bad = BadRecords(10, say=lambda line: None)
-    section = ADAPTER.validate_python({"kind": "csv", "paths": [str(path)], "text_field": "body"})
-    found = [document.text for document in make_source(section).documents(bad)]
-    assert found == ["two, and more", "four"]
-    reason = "has 3 columns, and the header has 2; a text with a comma must be in quotes"
-    assert bad.shown == [f"{path}:{line}: {reason}" for line in (2, 4)]
+    path.write_text("\n".join(lines) + "\n")
+    counted = BadRecords(10, say=lambda line: None)
+    given = {"name": str(tmp_path)} if kind == "huggingface" else {"paths": [str(path)]}
+    section = ADAPTER.validate_python({"kind": kind, "text_field": "body", **given})
+    assert [document.text for document in make_source(section).documents(counted)] == found
+    assert [re.search(r"a\.csv:(\d+): (has|is the header)", shown)[1] for shown in counted.shown] == [*map(str, bad)]
 
 
 def read_parquet(
@@ -329,6 +345,17 @@ def test_every_encoding_of_texts(kind: str, encoding: str, tmp_path: Path) -> No
     found, bad = read_parquet(tmp_path / "a.parquet", table, kind, written)
     read_texts = [one.text if kind == "parquet" else json.loads(one.text)["messages"][1]["content"] for one in found]
     assert (read_texts, bad.count) == (texts, 0)
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_every_type_of_texts(kind: pa.DataType, tmp_path: Path) -> None:
+    texts = ["one", "", "a longer text than a view holds"]
+    columns = {"text": pa.array(texts).cast(kind), "more": pa.array([b"a", None, b"b"], pa.binary_view())}
+    found, bad = read_parquet(tmp_path / "a.parquet", pa.table(columns), "parquet")
+    assert ([one.text for one in found], bad.shown) == (texts, [])
+    turns = pa.table({"instruction": columns["text"], "output": columns["text"], "more": columns["more"]})
+    found, bad = read_parquet(tmp_path / "b.parquet", turns, "chat")
+    assert ([json.loads(one.text)["messages"][1]["content"] for one in found], bad.shown) == (texts, [])
 
 
 def test_damage_of_any_kind_is_a_bad_record(tmp_path: Path) -> None:

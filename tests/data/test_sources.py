@@ -147,6 +147,8 @@ BAD_LINES = {
     b'{"text": null}': "field 'text' is not a string",
     b'{"text": "\xff"}': "invalid UTF-8",
     b'{"text": "\\ud800"}': "not valid UTF-8",
+    b'{"text": "x", "text": "y"}': "has the field 'text' twice in one object",
+    b'{"text": "x", "n": [{"b": 1, "a": 2, "a": 2}]}': "has the field 'a' twice in one object",
 }
 
 
@@ -219,7 +221,8 @@ def test_csv_rows_that_cannot_be_used(tmp_path: Path) -> None:
     path.write_bytes(b'id,text\r\n1,good\r\n2\r\n3,"two\nlines"\r\n4,\xff\r\n\r\n5,"last"\r\n')
     documents, bad = read({"kind": "csv", "paths": [str(path)]})
     assert [document.text for document in documents] == ["good", "two\nlines", "last"]
-    assert bad.shown == [f"{path}:3: has 1 columns; 'text' is column 2", f"{path}:6: the text is not valid UTF-8"]
+    short = "has 1 columns, and the header has 2; a text with a comma or a line end must be in quotes"
+    assert bad.shown == [f"{path}:3: {short}", f"{path}:6: the text is not valid UTF-8"]
 
 
 def test_an_over_long_csv_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

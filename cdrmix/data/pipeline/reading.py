@@ -41,7 +41,7 @@ from cdrmix.data.sources.base import (
     shortened,
     utf8_size,
 )
-from cdrmix.data.sources.conversations import Conversation, Pair, from_json
+from cdrmix.data.sources.conversations import UNWRITTEN, Conversation, Pair, from_json
 from cdrmix.errors import ConfigError
 
 UNIT_RECORDS = 50_000
@@ -267,7 +267,8 @@ def _conversation(
             rendered = renderer.render_pair(conversation)
         else:
             rendered = renderer.render(conversation)
-        stats.count_hidden(renderer.hidden_fields(conversation, rendered))
+        unwritten = {name for name in UNWRITTEN if metadata.get(name)}
+        stats.count_hidden(renderer.hidden_fields(conversation, rendered) | unwritten)
     except ConfigError as error:
         raise ConfigError(f"{error} ({where})") from error
     stats.read.add(utf8_size(rendered.text))
