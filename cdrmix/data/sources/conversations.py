@@ -215,8 +215,8 @@ def _check_variables(record: Mapping[str, Any]) -> None:
     """Raises BadRecord for a record that sets variables of the template, which would give it another text."""
     if record.get("chat_template_kwargs"):
         raise BadRecord(
-            "has the field 'chat_template_kwargs'; the template gets the same variables for all conversations. Set them "
-            "in a .jinja file of your own for `template`, and remove the field"
+            "has the field 'chat_template_kwargs', and the template gets the same variables for all conversations; "
+            "set them in a .jinja file of your own for `template`, and remove the field"
         )
 
 
