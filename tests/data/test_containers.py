@@ -176,10 +176,11 @@ def text_rows(name: str, count: int = 3, **more: Any) -> list[Row]:
 @pytest.mark.parametrize(
     ("first", "second"), [({"url": None}, {"url": "u"}), ({}, {"extra": {"a": 1}}), ({"id": 1}, {"id": "x"})]
 )
-def test_columns_that_are_not_needed_may_differ(first: Row, second: Row, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["jsonl", "json", "json.gz"])
+def test_columns_that_are_not_needed_may_differ(ending: str, first: Row, second: Row, tmp_path: Path) -> None:
     rows = {"a": text_rows("a", **first), "b": text_rows("b", **second)}
     for name, file in rows.items():
-        (tmp_path / f"{name}.jsonl").write_bytes(lines(file))
+        (tmp_path / f"{name}.{ending}").write_bytes(gzip.compress(lines(file)) if ending[-2:] == "gz" else lines(file))
     found, bad = streamed(tmp_path)
     assert [{"text": text, **metadata} for text, metadata in found] == rows["a"] + rows["b"]
     assert bad == []
@@ -198,6 +199,8 @@ def damaged_containers() -> dict[str, tuple[bytes, str]]:
         "b.parquet": (page[:999] + bytes(99) + page[1098:], "is not readable Parquet"),
         "b1.parquet": (page[:99], "is not readable Parquet"),
         "b.jsonl": (lines(text_rows("b")) + b"{\n", "b.jsonl:4: is not JSON"),
+        "b.json.gz": (squeezed["gz"][: len(squeezed["gz"]) // 2], "the compressed file is damaged"),
+        "b.json": (lines(text_rows("b")) + b"{\n", "b.json:4: is not JSON"),
         "b1.jsonl": (b'{"text": 3}\n', "b1.jsonl:1: field 'text' is not a string"),
         "b.csv": (b"id,text\n1,a, b\n", "b.csv:2: has 3 columns"),
     }
@@ -207,7 +210,7 @@ def damaged_containers() -> dict[str, tuple[bytes, str]]:
 def test_a_bad_file_is_named_and_the_next_one_is_read(
     name: str, damage: tuple[bytes, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = {"jsonl": lines, "parquet": parquet, "csv": comma_separated}[name.split(".")[1]]
+    write = {"jsonl": lines, "json": lines, "parquet": parquet, "csv": comma_separated}[name.split(".")[1]]
     for other in "ac":
         (tmp_path / name.replace("b", other)).write_bytes(write(text_rows(other)))
     if name.endswith((".gz", ".zst")):
@@ -248,6 +251,15 @@ def test_files_of_other_formats(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"cannot be read after row 3: .*use kind: jsonl, parquet or csv") as caught:
         streamed(folder)
     assert caught.value.exit_code == 3
+    (folder / "a.json").write_text(json.dumps({"text": "over\nseveral lines"}, indent=1))
+    (folder / "b.json").unlink()
+    assert [text for text, _ in streamed(folder)[0]] == ["over\nseveral lines"]
+
+
+def test_a_folder_is_no_connection(tmp_path: Path) -> None:
+    """What is wrong with a folder is not blamed on the network."""
+    with pytest.raises(CorpusError, match=r"Check the files of this folder, and data\.source\.config_name and split$"):
+        streamed(tmp_path)
 
 
 def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
