@@ -26,6 +26,7 @@ from cdrmix.data.sources.base import (
 )
 from cdrmix.data.sources.files import DAMAGED_STREAM, OverLongRecord, RecordLines, StoredFile, open_bytes, reading
 from cdrmix.data.sources.parquet_files import text_rows
+from cdrmix.errors import CorpusError
 
 
 @SOURCES("jsonl")
@@ -153,8 +154,17 @@ def csv_rows(path: Path | StoredFile, text_field: str, max_expansion: int) -> It
             elif text_field in row:
                 check_once(text_field, str(path), row)
                 header = row
+            elif not _is_utf8(row):
+                raise CorpusError(
+                    f"data.source: the header of {path} is not UTF-8; convert the file, for example from UTF-16: "
+                    "iconv -f UTF-16 -t UTF-8"
+                )
             else:
                 raise missing_column(text_field, str(path), row)
+
+
+def _is_utf8(cells: list[str]) -> bool:
+    return all("\0" not in cell and not any("\udc80" <= sign <= "\udcff" for sign in cell) for cell in cells)
 
 
 def parse_row(raw: tuple[list[str], list[str]], text_field: str) -> tuple[str, Metadata]:
