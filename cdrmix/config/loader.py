@@ -204,6 +204,8 @@ class _ConfigReader:
 def _without_words(quoted: re.Match[str]) -> str:
     """What an error of PyYAML quotes, unless it is a word of the file, which may be one that others may not read."""
     text = quoted[1] or quoted[2] or ""
+    if text == "\\t":
+        return "tab"
     return quoted[0] if len(text) < 2 or text.startswith("<") else "a word"
 
 

@@ -102,7 +102,7 @@ def _named(run: RunFolder, wanted: str) -> Path:
     if not (path / MANIFEST).is_file() or path.resolve().parent != run.checkpoints.resolve():
         names = ", ".join(checkpoint.name for checkpoint in list_checkpoints(run.checkpoints)) or "none"
         raise ConfigError(
-            f"export.checkpoint: {wanted} is no checkpoint of {run.path}, which has {names}; name one of these, "
-            f"{BEST} or {LAST}"
+            f"{wanted} is no checkpoint of {run.path}, which has {names}; name one of these, {BEST} or {LAST} "
+            "(--checkpoint, or export.checkpoint of the run)"
         )
     return path

@@ -156,6 +156,10 @@ def run_of(path: Path) -> RunFolder:
             path = path.parent  # eval/queue/ of a run has checkpoints too
     elif not (path / "config_snapshot.yaml").is_file():
         what = "is not a run folder, a checkpoint or an exported model" if path.exists() else "does not exist"
+        if inside := sorted(
+            found.parent for name in ("config_snapshot.yaml", MANIFEST) for found in path.glob(f"*/{name}")
+        ):
+            what += f"; name one of those in it, such as {inside[-1]}"
         if is_weights_file(path):
             what += f"; `cdrmix import {path} --tokenizer FILE --out FOLDER` makes a model of these weights"
         raise CheckpointError(f"{path} {what}")

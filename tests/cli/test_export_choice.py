@@ -100,11 +100,20 @@ def test_what_is_no_checkpoint_of_the_run(
     foreign = str(toy_run / "checkpoints" / "step-00000004")
     for wanted in ("step-00000003", foreign, "bets"):
         assert main(["export", "--model", str(run.path), "--out", "x", "--checkpoint", wanted]) == 2
-        assert f"{wanted} is no checkpoint of {run.path}, which has step-00000002, step-0" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert f"error: {wanted} is no checkpoint of {run.path}, which has step-00000002, step-0" in error
     assert main(["export", "--model", foreign, "--out", "x", "--checkpoint", "best"]) == 2
     assert "--checkpoint selects one of a run folder" in capsys.readouterr().err
     assert main(["train", *arguments("export.checkpoint=/no/where")]) == 2
     assert "export.checkpoint: /no/where does not exist" in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_or_checkpoints_names_one_of_them(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, inside in ((run.path.parent, run.path), (run.checkpoints, run.checkpoints / "step-00000004")):
+        assert main(["generate", "--model", str(folder), "--prompt", "x"]) == 5
+        error = capsys.readouterr().err
+        assert f"{folder} is not a run folder, a checkpoint or an exported model; name one of those in it" in error
+        assert str(inside.parent) in error.partition("such as ")[2]
 
 
 def test_a_path_that_cannot_be_used_is_refused(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -936,6 +936,7 @@ NO_CONFIGURATION = [
     (b"run:\n  name: \xff\n", "run.yaml:2: the byte 0xff is not UTF-8"),
     (b"run:\n  name: \x07\n", "run.yaml:2: not valid YAML: the character U+0007"),
     (b"run: {}\n---\nrun: {}\n", "run.yaml:2: not valid YAML: expected a single document"),
+    (b"run:\n\tname: x\n", "run.yaml:2: not valid YAML: while scanning for the next token, found character tab that"),
     (b"run: *nowhere\n", "run.yaml:1: not valid YAML: found undefined alias a word"),
     (b"run: " + b"[" * 5000, "run.yaml:1: nested too deep"),
     (b"run: " + b"[" * 60 + b"]" * 60, "run.yaml:1: too many values, or nested too deep"),

@@ -339,11 +339,26 @@ def test_system_prompt_roles_fields_and_tools() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 1 has a part that is not text"),
         ({"instruction": 1, "output": "x"}, "field 'instruction' is a number"),
         ({"messages": QUESTION, "tools": "{"}, "field 'tools' is not JSON"),
+        (
+            {"messages": MESSAGES, "system": "Be long."},
+            "the system prompt in its field 'system' is not that of its turns",
+        ),
+        ({"messages": QUESTION, "conversations": MESSAGES}, "has the fields messages and conversations; set `format`"),
+        ({"messages": QUESTION, "chat_template_kwargs": {"thinking": False}}, "has the field 'chat_template_kwargs'"),
     ],
 )
 def test_records_that_are_no_conversations(record: object, message: str) -> None:
     with pytest.raises(BadRecord, match=message):
         parse(record)
+
+
+def test_fields_that_say_the_same_or_nothing() -> None:
+    assert parse({"messages": MESSAGES, "system": "Be brief. "}).messages == MESSAGES
+    assert parse({"messages": [], "conversations": QUESTION, "system": ""}).messages == QUESTION
+    assert parse({"messages": None, "conversations": QUESTION, "chat_template_kwargs": {}}).messages == QUESTION
+    both = {"messages": QUESTION, "conversations": QUESTION}
+    assert parse(both).messages == QUESTION
+    assert parse({**both, "messages": MESSAGES}, format="conversations").messages == QUESTION
 
 
 def answers(**fields: Any) -> list[dict[str, Any]]:
@@ -353,6 +368,7 @@ def answers(**fields: Any) -> list[dict[str, Any]]:
     return [user, {**first, **fields}, user, second]
 
 
+PART = {"type": "text", "text": "wrong"}
 NO_LOSS = [*({name: value} for name in TRAINED for value in (0, 0.0, False)), *({name: True} for name in UNTRAINED)]
 
 
@@ -399,6 +415,9 @@ def test_the_loss_is_on_the_turns_that_have_a_weight(name: str, tmp_path: Path) 
         ({"messages": answers(train_detail=[])}, "turn 2 has the field 'train_detail', whose meaning for the loss"),
         ({"messages": answers(mask=1)}, "turn 2 has the field 'mask', whose meaning"),
         ({"messages": answers(assistantMasks=[1])}, "turn 2 has the field 'assistantMasks', whose meaning"),
+        ({"messages": answers(ignore=True)}, "turn 2 has the field 'ignore', whose meaning"),
+        ({"messages": answers(content=[PART | {"weight": 0}])}, "turn 2 has a part that is to have no loss"),
+        ({"messages": answers(content=[PART | {"train_detail": 0}])}, "turn 2 has the field 'train_detail'"),
         ({"messages": [{**QUESTION[0], "train": True}, QUESTION[1]]}, "turn 1 of the role user is to be trained on"),
         ({"messages": QUESTION, "weight": 2}, "the record has weight 2; allowed"),
         ({"messages": QUESTION, "weight": 1, "masked": 1}, "the fields weight, masked of the record contradict"),
@@ -415,6 +434,8 @@ def test_weights_that_say_what_is_done_anyway() -> None:
     """Weights of all turns as in ShareGPT data, the mask of NeMo, and fields of other meanings."""
     turns = [{"from": "human", "value": "Q", "weight": 0.0}, {"from": "gpt", "value": "A", "weight": 1.0}]
     assert parse({"conversations": turns, "mask": "User", "loss": 1.73}).messages == QUESTION
+    part = PART | {"weight": 1, "train_detail": None, "cache_control": {}}
+    assert parse({"messages": answers(content=[part])}).messages == answers()
     everything = [{**turn, "train": True} for turn in QUESTION]
     assert parse({"messages": everything}, train_on="all").messages == QUESTION
     with pytest.raises(BadRecord, match="turn 2 is to have no loss, and train_on: all puts the loss on every token"):
@@ -535,13 +556,14 @@ def test_a_turn_of_which_nothing_is_written_is_not_trained_on(make_config: Any, 
     with pytest.raises(BadRecord, match=r"writes nothing of turn 2 \(tool_calls\), which is to be trained on"):
         made.hidden_fields(given, made.render(given))
     rows = [{"messages": [QUESTION[0], {**THOUGHT, "content": f"A{n}"}], "tools": [TOOL]} for n in range(9)]
+    rows[0] |= {"functions": [TOOL], "documents": []}
     rows += [with_calls([CALL], [TOOL]), {"messages": [*CALLED[:1], {**CALLED[1], "weight": 0}, *MESSAGES[1:3]]}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines: list[str] = []
     shards = prepare(chat_config(make_config, [str(tmp_path / "chats.jsonl")]), say=lines.append)
     assert (shards.report["bad_records"], shards.report["documents"]) == (1, 10)
-    assert shards.report["hidden"] == {"reasoning_content": 9, "tool_calls": 1, "tools": 9}
-    told = "does not write these fields of conversations: reasoning_content of 9, tools of 9, tool_calls of 1"
+    assert shards.report["hidden"] == {"reasoning_content": 9, "tool_calls": 1, "tools": 9, "functions": 1}
+    told = "does not write these fields of conversations: reasoning_content of 9, tools of 9, functions of 1, tool_"
     assert any(told in line for line in lines)
     assert json.loads((shards.path / "report" / "report.json").read_text())["hidden"] == shards.report["hidden"]
 

@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,10 +149,11 @@ def text_rows(name: str, count: int = 3, **more: Any) -> list[Row]:
 @pytest.mark.parametrize(
     ("first", "second"), [({"url": None}, {"url": "u"}), ({}, {"extra": {"a": 1}}), ({"id": 1}, {"id": "x"})]
 )
-def test_columns_that_are_not_needed_may_differ(first: Row, second: Row, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["jsonl", "json", "json.gz"])
+def test_columns_that_are_not_needed_may_differ(ending: str, first: Row, second: Row, tmp_path: Path) -> None:
     rows = {"a": text_rows("a", **first), "b": text_rows("b", **second)}
     for name, file in rows.items():
-        (tmp_path / f"{name}.jsonl").write_bytes(lines(file))
+        (tmp_path / f"{name}.{ending}").write_bytes(gzip.compress(lines(file)) if ending[-2:] == "gz" else lines(file))
     found, bad = streamed(tmp_path)
     assert [{"text": text, **metadata} for text, metadata in found] == rows["a"] + rows["b"]
     assert bad == []
@@ -170,6 +172,8 @@ def damaged_containers() -> dict[str, tuple[bytes, str]]:
         "b.parquet": (page[:999] + bytes(99) + page[1098:], "is not readable Parquet"),
         "b1.parquet": (page[:99], "is not readable Parquet"),
         "b.jsonl": (lines(text_rows("b")) + b"{\n", "b.jsonl:4: is not JSON"),
+        "b.json.gz": (squeezed["gz"][: len(squeezed["gz"]) // 2], "the compressed file is damaged"),
+        "b.json": (lines(text_rows("b")) + b"{\n", "b.json:4: is not JSON"),
         "b1.jsonl": (b'{"text": 3}\n', "b1.jsonl:1: field 'text' is not a string"),
         "b.csv": (b"id,text\n1,a, b\n", "b.csv:2: has 3 columns"),
     }
@@ -179,8 +183,10 @@ def damaged_containers() -> dict[str, tuple[bytes, str]]:
 def test_a_bad_file_is_named_and_the_next_one_is_read(
     name: str, damage: tuple[bytes, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind = name.partition(".")[2]
+    write = CONTAINERS[kind if kind in CONTAINERS else kind.replace("json", "jsonl", 1)]
     for other in "ac":
-        (tmp_path / name.replace("b", other)).write_bytes(CONTAINERS[name.partition(".")[2]](text_rows(other)))
+        (tmp_path / name.replace("b", other)).write_bytes(write(text_rows(other)))
     (tmp_path / name).write_bytes(damage[0])
     found, bad = streamed(tmp_path)
     texts = [text for text, _ in found]
@@ -215,6 +221,15 @@ def test_files_of_other_formats(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"cannot be read after row 3: .*use kind: jsonl, parquet or csv") as caught:
         streamed(folder)
     assert caught.value.exit_code == 3
+    (folder / "a.json").write_text(json.dumps({"text": "over\nseveral lines"}, indent=1))
+    (folder / "b.json").unlink()
+    assert [text for text, _ in streamed(folder)[0]] == ["over\nseveral lines"]
+
+
+def test_a_folder_is_no_connection(tmp_path: Path) -> None:
+    """What is wrong with a folder is not blamed on the network."""
+    with pytest.raises(CorpusError, match=r"Check the files of this folder, and data\.source\.config_name and split$"):
+        streamed(tmp_path)
 
 
 def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,16 +279,31 @@ def test_comma_separated_texts(tmp_path: Path) -> None:
     assert read(tmp_path, "rows.csv", rows, "csv") == read(tmp_path, "rows.jsonl", rows, "jsonl")
 
 
-def test_a_text_is_not_cut_at_a_comma_without_quotes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["csv", "huggingface"])
+@pytest.mark.parametrize(
+    ("lines", "found", "bad"),
+    [
+        (["id,body", "1,one, and more", '2,"two, and more"', "3,three,", "4,four"], ["two, and more", "four"], [2, 4]),
+        (
+            ["body,id", "one", "and more,1", '"two', 'and more",2', "three,3"],
+            ["and more", "two\nand more", "three"],
+            [2],
+        ),
+        (["body,id", "one,1", "body,id", "two,2"], ["one", "two"], [3]),
+    ],
+    ids=["commas", "line ends", "header"],
+)
+def test_a_text_is_not_cut_without_quotes(
+    kind: str, lines: list[str], found: list[str], bad: list[int], tmp_path: Path
+) -> None:
     """Nothing tells which of the cells are one text, also where the last one is empty."""
     path = tmp_path / "a.csv"
-    path.write_text('id,body\n1,one, and more\n2,"two, and more"\n3,three,\n4,four\n')
-    bad = BadRecords(10, say=lambda line: None)
-    section = ADAPTER.validate_python({"kind": "csv", "paths": [str(path)], "text_field": "body"})
-    found = [document.text for document in make_source(section).documents(bad)]
-    assert found == ["two, and more", "four"]
-    reason = "has 3 columns, and the header has 2; a text with a comma must be in quotes"
-    assert bad.shown == [f"{path}:{line}: {reason}" for line in (2, 4)]
+    path.write_text("\n".join(lines) + "\n")
+    counted = BadRecords(10, say=lambda line: None)
+    given = {"name": str(tmp_path)} if kind == "huggingface" else {"paths": [str(path)]}
+    section = ADAPTER.validate_python({"kind": kind, "text_field": "body", **given})
+    assert [document.text for document in make_source(section).documents(counted)] == found
+    assert [re.search(r"a\.csv:(\d+): (has|is the header)", shown)[1] for shown in counted.shown] == [*map(str, bad)]
 
 
 def read_parquet(
@@ -297,6 +327,17 @@ def test_every_encoding_of_texts(kind: str, encoding: str, tmp_path: Path) -> No
     found, bad = read_parquet(tmp_path / "a.parquet", table, kind, written)
     read_texts = [one.text if kind == "parquet" else json.loads(one.text)["messages"][1]["content"] for one in found]
     assert (read_texts, bad.count) == (texts, 0)
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_every_type_of_texts(kind: pa.DataType, tmp_path: Path) -> None:
+    texts = ["one", "", "a longer text than a view holds"]
+    columns = {"text": pa.array(texts).cast(kind), "more": pa.array([b"a", None, b"b"], pa.binary_view())}
+    found, bad = read_parquet(tmp_path / "a.parquet", pa.table(columns), "parquet")
+    assert ([one.text for one in found], bad.shown) == (texts, [])
+    turns = pa.table({"instruction": columns["text"], "output": columns["text"], "more": columns["more"]})
+    found, bad = read_parquet(tmp_path / "b.parquet", turns, "chat")
+    assert ([json.loads(one.text)["messages"][1]["content"] for one in found], bad.shown) == (texts, [])
 
 
 def test_damage_of_any_kind_is_a_bad_record(tmp_path: Path) -> None:

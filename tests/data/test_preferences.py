@@ -64,6 +64,7 @@ def test_formats(record: dict[str, Any]) -> None:
     assert parse(record, system="S").chosen.messages == [SYSTEM, QUESTION, GOOD]
 
 
+OTHER = {"role": "system", "content": "T"}
 EARLIER = [QUESTION, {"role": "assistant", "content": "A"}]
 LAST = {"role": "user", "content": "R"}
 
@@ -102,6 +103,18 @@ def test_an_answer_that_begins_by_chance_with_the_prompt_stays_whole() -> None:
         ({"prompt": "Q", "chosen": "good"}, "has no field 'rejected'; its fields are: prompt"),
         ({"prompt": "Q", "chosen": "good", "rejected": [QUESTION]}, "does not end with a turn of the assistant"),
         ({"chosen": [QUESTION, GOOD], "rejected": [SYSTEM, QUESTION, BAD]}, "differ before the last turn"),
+        (
+            {"prompt": [OTHER, QUESTION], "chosen": [SYSTEM, QUESTION, GOOD], "rejected": [SYSTEM, QUESTION, BAD]},
+            "the system prompt in its field 'prompt' is not that of its turns",
+        ),
+        (
+            {"system": "T", "prompt": [SYSTEM, QUESTION], "chosen": [GOOD], "rejected": [BAD]},
+            "the system prompt in its field 'system' is not that of its turns",
+        ),
+        (
+            {"prompt": "Q", "chosen": "good", "rejected": "bad", "chat_template_kwargs": {"a": 1}},
+            "chat_template_kwargs",
+        ),
         ({"prompt": "Q", "chosen": 1, "rejected": "bad"}, "turn 2 is a number, not an object"),
         ({"chosen": "good", "rejected": "bad"}, "has no prompt: its field 'prompt' is missing or empty"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "has no prompt"),

@@ -144,6 +144,8 @@ BAD_LINES = {
     b'{"text": null}': "field 'text' is not a string",
     b'{"text": "\xff"}': "invalid UTF-8",
     b'{"text": "\\ud800"}': "not valid UTF-8",
+    b'{"text": "x", "text": "y"}': "has the field 'text' twice in one object",
+    b'{"text": "x", "n": [{"b": 1, "a": 2, "a": 2}]}': "has the field 'a' twice in one object",
 }
 
 
@@ -216,7 +218,16 @@ def test_csv_rows_that_cannot_be_used(tmp_path: Path) -> None:
     path.write_bytes(b'id,text\r\n1,good\r\n2\r\n3,"two\nlines"\r\n4,\xff\r\n\r\n5,"last"\r\n')
     documents, bad = read({"kind": "csv", "paths": [str(path)]})
     assert [document.text for document in documents] == ["good", "two\nlines", "last"]
-    assert bad.shown == [f"{path}:3: has 1 columns; 'text' is column 2", f"{path}:6: the text is not valid UTF-8"]
+    short = "has 1 columns, and the header has 2; a text with a comma or a line end must be in quotes"
+    assert bad.shown == [f"{path}:3: {short}", f"{path}:6: the text is not valid UTF-8"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "latin-1"])
+def test_a_csv_header_that_is_not_utf8(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.csv").write_bytes("größe,text\n1,one\n".encode(encoding))
+    with pytest.raises(CorpusError, match=r"the header of .*a\.csv is not UTF-8; convert the file") as caught:
+        read({"kind": "csv", "paths": [str(tmp_path)], "text_field": "body"})
+    assert caught.value.exit_code == 3
 
 
 def test_an_over_long_csv_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +445,7 @@ def test_hugging_face_reads_a_dataset_folder(tmp_path: Path) -> None:
     assert bad.count == 1
     with pytest.raises(CorpusError, match="its columns are: text, n"):
         read({"kind": "huggingface", "name": str(tmp_path), "text_field": "body"})
-    with pytest.raises(CorpusError, match=r"cannot stream .*'nope'.*download the dataset") as caught:
+    with pytest.raises(CorpusError, match=r"cannot read .*'nope'.*Check the files of this folder") as caught:
         read({"kind": "huggingface", "name": str(tmp_path), "split": "nope"})
     assert caught.value.exit_code == 3
 

@@ -41,7 +41,7 @@ from cdrmix.data.sources.base import (
     shortened,
     utf8_size,
 )
-from cdrmix.data.sources.conversations import Conversation, Pair, from_json
+from cdrmix.data.sources.conversations import UNWRITTEN, Conversation, Pair, from_json
 from cdrmix.errors import ConfigError
 
 UNIT_RECORDS = 50_000
@@ -267,7 +267,8 @@ def _conversation(
             rendered = renderer.render_pair(conversation)
         else:
             rendered = renderer.render(conversation)
-        add_counts(stats.hidden, dict.fromkeys(renderer.hidden_fields(conversation, rendered), 1))
+        hidden = renderer.hidden_fields(conversation, rendered) | {name for name in UNWRITTEN if metadata.get(name)}
+        add_counts(stats.hidden, dict.fromkeys(hidden, 1))
     except ConfigError as error:
         raise ConfigError(f"{error} ({where})") from error
     stats.read.add(utf8_size(rendered.text))

@@ -36,6 +36,7 @@ DIALOGUE = re.compile(r"\s*(Human|User):")  # the beginning of a dialogue in one
 ALPACA = ("instruction", "input", "output", "history")  # fields of this format
 MAX_DEPTH = 100  # of lists and objects in a turn, far from the depth that Python can follow
 UNTRAINED = "untrained"  # field of a turn of the assistant, true: no loss is on it. No template gets it
+UNWRITTEN = ("functions", "documents")  # other fields of records that templates elsewhere write, and ours do not get
 LISTS = ("messages", "conversations")  # names of the field with the turns, in the order in which they are looked for
 
 
@@ -113,6 +114,7 @@ def pair_of(record: Any, section: schema.PreferencesSource) -> tuple[Pair, Metad
     given = rest.pop(section.prompt_field, None)
     texts = _without_prompt(given, [rest.pop(name) for name in names])
     system, tools = rest.pop("system", None), _tools(rest.pop("tools", None))
+    _check_variables(rest)
     trained = training_fields.of_record(rest, _roles(section))
     prompt = _messages(_turns(given, "user"), section, trained) if given else []
     answers = [_messages(_turns(text, "assistant"), section, trained, len(prompt) + 1) for text in texts]
@@ -153,7 +155,11 @@ def _joined_turns(prompt: list[Message], answer: list[Message], field: str) -> l
     asked = [(message["role"], message["content"].strip()) for message in prompt if message["role"] != "system"]
     if before and asked and (before[: len(asked)] == asked or before[-len(asked) :] == asked):
         system = [message for message in prompt if message["role"] == "system"]
-        return answer if answer[0]["role"] == "system" else [*system, *answer]
+        if answer[0]["role"] != "system":
+            return [*system, *answer]
+        for message in system:
+            _check_system(message["content"], answer, f"its field {field!r}")
+        return answer
     last, first = prompt[-1]["role"], answer[0]["role"]
     if first == last or (first == "system" and last != "system"):
         raise BadRecord(
@@ -201,8 +207,18 @@ def conversation_of(record: Any, section: schema.ChatSource) -> tuple[Conversati
         turns = rest.pop(name)
     system = rest.pop("system", None)
     tools = _tools(rest.pop("tools", None))
+    _check_variables(rest)
     trained = training_fields.of_record(rest, _roles(section))
     return Conversation(messages_of(turns, section, system, trained), tools), rest
+
+
+def _check_variables(record: Mapping[str, Any]) -> None:
+    """Raises BadRecord for a record that sets variables of the template, which would give it another text."""
+    if record.get("chat_template_kwargs"):
+        raise BadRecord(
+            "has the field 'chat_template_kwargs', and the template gets the same variables for all conversations; "
+            "set them in a .jinja file of your own for `template`, and remove the field"
+        )
 
 
 def checked_record(record: Any) -> dict[str, Any]:
@@ -240,13 +256,25 @@ def _with_system(messages: list[Message], section: schema.Turns, system: Any) ->
     prompt = system or section.system
     if prompt and messages and all(message["role"] != "system" for message in messages):
         return [{"role": "system", "content": prompt}, *messages]
+    if system and messages:
+        _check_system(system, messages, "its field 'system'")
     return messages
 
 
+def _check_system(prompt: str, messages: Iterable[Message], where: str) -> None:
+    """Raises BadRecord if a system prompt is not that of the messages, of which only one would be written."""
+    if all(message["role"] != "system" or message["content"].strip() != prompt.strip() for message in messages):
+        raise BadRecord(f"the system prompt in {where} is not that of its turns; keep the one that is meant")
+
+
 def _format_of(record: Mapping[str, Any], name: str | None) -> str:
-    for known in LISTS if name is None else (name,):
-        if record.get(known) is not None:
-            return known
+    names = LISTS if name is None else (name,)
+    found = [known for known in names if record.get(known)] or [known for known in names if known in record]
+    found = [known for known in found if record[known] is not None]
+    if len(found) > 1 and record[found[0]] != record[found[1]]:
+        raise BadRecord(f"has the fields {' and '.join(found)}; set `format` of the source to the one that is meant")
+    if found:
+        return found[0]
     if "instruction" in record and "output" in record:
         return "alpaca"
     wanted = f"{name!r}" if name else "'messages', 'conversations', or 'instruction' and 'output'"
@@ -324,6 +352,11 @@ def _joined(parts: Iterable[Any], number: int) -> str:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise BadRecord(f"turn {number} has a part that is not text; only text can be trained on")
+        given = {name: value for name, value in part.items() if name not in ("type", "text") and value is not None}
+        if training_fields.taken_from_turn(given, number) is False:
+            raise BadRecord(
+                f"turn {number} has a part that is to have no loss; only a whole turn can be left out of it"
+            )
         texts.append(text)
     return "".join(texts)
 

@@ -230,6 +230,8 @@ def _bytes_of(array: Any) -> Array:
         lengths = np.append(_bytes_of(array.dictionary), 0)
         return np.asarray(lengths[array.indices.cast("int64").fill_null(len(lengths) - 1).to_numpy()])
     if _is_binary(kind):
+        if types.is_string_view(kind) or types.is_binary_view(kind):  # of which pyarrow does not give the lengths
+            array = array.cast(pyarrow.large_binary())
         return np.asarray(
             pyarrow.compute.binary_length(array).cast("int64").fill_null(0).to_numpy(zero_copy_only=False)
         )

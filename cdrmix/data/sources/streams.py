@@ -16,7 +16,7 @@ from typing import Any
 
 from cdrmix.config import schema_data
 from cdrmix.data.sources.base import SOURCES, BadRecord, Metadata, Record, Source, missing_column, record_location
-from cdrmix.data.sources.files import DAMAGED_STREAM, StoredFile, walk
+from cdrmix.data.sources.files import DAMAGED_STREAM, MAX_RECORD_BYTES, StoredFile, open_bytes, reading, walk
 from cdrmix.data.sources.parquet_files import text_rows
 from cdrmix.data.sources.tables import (
     CommaSeparated,
@@ -116,7 +116,7 @@ class HuggingFace(Source):
         damaged += (datasets.exceptions.DatasetsError,)
         try:
             builder = datasets.load_dataset_builder(section.name, section.config_name, revision=section.revision)
-            found = _files(builder, section.split)
+            found = _files(builder, section.split, self.max_expansion)
             dataset = None if found else builder.as_streaming_dataset(split=section.split)
         except (*unreachable, *damaged) as error:
             raise self._unreadable(error) from error
@@ -201,6 +201,11 @@ class HuggingFace(Source):
                     "Free some space, or set HF_HOME to a folder on another disk. What was prepared is kept.",
                 )
             cause = cause.__cause__ or cause.__context__
+        if Path(self.section.name).is_dir():
+            return CorpusError(
+                f"data.source: cannot read the {self.describe()}: {error}. Check the files of this folder, and "
+                "data.source.config_name and split"
+            )
         return CorpusError(
             f"data.source: cannot stream the {self.describe()}: {error}. Check data.source.name, config_name, "
             "revision and split, and that this machine reaches huggingface.co (HF_HUB_OFFLINE unset; HF_TOKEN set if "
@@ -209,8 +214,11 @@ class HuggingFace(Source):
         )
 
 
-def _files(builder: Any, split: str) -> list[StoredFile]:
-    """The files of a split, if their formats are known and the dataset asks for no other way to read them."""
+def _files(builder: Any, split: str, max_expansion: int) -> list[StoredFile]:
+    """The files of a split, if their formats are known and the dataset asks for no other way to read them.
+
+    Files that end in .json are JSON lines or one array. The first of them tells which.
+    """
     config = builder.config
     usual = type(config)()
     changed = {field.name for field in dataclasses.fields(config) if field.name not in NAMING}
@@ -218,13 +226,30 @@ def _files(builder: Any, split: str) -> list[StoredFile]:
         return []
     files: list[StoredFile] = []
     for address in (config.data_files or {}).get(split, ()):
-        if not address.lower().endswith(KNOWN) or not (address.startswith(HUB) or Path(address).is_file()):
+        if not address.lower().endswith(KNOWN + JSON) or not (address.startswith(HUB) or Path(address).is_file()):
             return []
         files.append(HubFile(address) if address.startswith(HUB) else Path(address))
-    return files
+    unclear = next((file for file in files if str(file).lower().endswith(JSON)), None)
+    return files if unclear is None or _begins_with_object(unclear, max_expansion) else []
+
+
+def _begins_with_object(file: StoredFile, max_expansion: int) -> bool:
+    """Whether the first line of a file is a JSON object. A damaged file counts as one with it."""
+    with reading(file), open_bytes(file, max_expansion) as stream:
+        try:
+            line = stream.read(4).removeprefix(b"\xef\xbb\xbf")
+            if line.startswith(b"{"):  # an array can be one line of any length
+                line += stream.readline(MAX_RECORD_BYTES)
+        except DAMAGED_STREAM:
+            return True
+    try:
+        return isinstance(decoded(line), dict)
+    except BadRecord:
+        return False
 
 
 KNOWN = (*JsonLines.suffixes, *Parquet.suffixes, *CommaSeparated.suffixes)
+JSON = (".json", ".json.gz", ".json.zst")
 
 
 def _reader(name: str) -> tuple[str, Callable[[StoredFile, str, int], Iterator[Record]]]:

@@ -26,6 +26,7 @@ from cdrmix.data.sources.base import (
 )
 from cdrmix.data.sources.files import DAMAGED_STREAM, OverLongRecord, RecordLines, StoredFile, open_bytes, reading
 from cdrmix.data.sources.parquet_files import text_rows
+from cdrmix.errors import CorpusError
 from cdrmix.json_text import parse_json
 
 
@@ -81,15 +82,27 @@ def parse_object(raw: bytes, text_field: str) -> tuple[str, Metadata]:
 
 
 def decoded(raw: bytes) -> Any:
-    """The value of a line of JSON. Raises BadRecord."""
+    """The value of a line of JSON. Raises BadRecord, also for an object with two fields of one name."""
     try:
-        return parse_json(raw.decode("utf-8"))
+        return parse_json(raw.decode("utf-8"), _fields)
     except UnicodeDecodeError as error:
         raise BadRecord(invalid_utf8(error)) from error
     except json.JSONDecodeError as error:
         raise BadRecord(f"is not JSON: {error.msg} (column {error.colno})") from error
+    except BadRecord:
+        raise
     except ValueError as error:  # an integer of thousands of digits; too deep nesting
         raise BadRecord(f"is not usable JSON: {error}") from error
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises BadRecord where Python would keep the last of two fields of one name."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRecord(f"has the field {twice!r} twice in one object, and nothing tells which one is meant")
+    return fields
 
 
 @SOURCES("csv")
@@ -142,21 +155,32 @@ def csv_rows(path: StoredFile, text_field: str, max_expansion: int) -> Iterator[
             elif text_field in row:
                 check_once(text_field, str(path), row)
                 header = row
+            elif not _is_utf8(row):
+                raise CorpusError(
+                    f"data.source: the header of {path} is not UTF-8; convert the file, for example from UTF-16: "
+                    "iconv -f UTF-16 -t UTF-8"
+                )
             else:
                 raise missing_column(text_field, str(path), row)
+
+
+def _is_utf8(cells: list[str]) -> bool:
+    return all("\0" not in cell and not any("\udc80" <= sign <= "\udcff" for sign in cell) for cell in cells)
 
 
 def parse_row(raw: tuple[list[str], list[str]], text_field: str) -> tuple[str, Metadata]:
     """The text and the other columns of a row. raw: (header, row)."""
     header, row = raw
-    column = header.index(text_field)
-    if len(row) > len(header):  # a comma in a text without quotes would cut the text
+    if len(row) != len(header):  # a comma or a line end in a text without quotes would cut the text
         raise BadRecord(
-            f"has {len(row)} columns, and the header has {len(header)}; a text with a comma must be in quotes"
+            f"has {len(row)} columns, and the header has {len(header)}; a text with a comma or a line end must be in "
+            "quotes"
         )
-    if len(row) <= column:
-        raise BadRecord(f"has {len(row)} columns; {text_field!r} is column {column + 1}")
-    return row[column], {name: value for name, value in zip(header, row, strict=False) if name != text_field}
+    if row == header:
+        raise BadRecord("is the header again, as where files were put together")
+    return row[header.index(text_field)], {
+        name: value for name, value in zip(header, row, strict=True) if name != text_field
+    }
 
 
 @SOURCES("parquet")

@@ -15,7 +15,7 @@ UNTRAINED = ("masked", "untrained")  # 1 or true: no loss; the first of torchtun
 OF_RECORDS = ("weight", "train", "trainable", "loss_mask", "loss_weight", *UNTRAINED)
 WORDS = {
     *("weight", "weights", "train", "trained", "training", "trainable", "loss", "learn", "learnable"),
-    *("mask", "masks", "masked", "masking"),
+    *("mask", "masks", "masked", "masking", "ignore", "ignored", "skip", "skipped", "supervise", "supervised"),
 }
 
 
