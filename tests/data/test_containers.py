@@ -10,7 +10,10 @@ import gzip
 import hashlib
 import io
 import json
+import os
+import pickle
 import random
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,6 +250,49 @@ def test_files_of_other_formats(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"cannot be read after row 3: .*use kind: jsonl, parquet or csv") as caught:
         streamed(folder)
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["/{}/own.txt", "../own.txt", "/{}/o*.txt", "file:///{}/own.jsonl", "../own.parquet"])
+def test_a_dataset_cannot_name_files_of_the_user(name: str, tmp_path: Path) -> None:
+    """A README.md from elsewhere says which files a dataset has."""
+    for suffix, content in {"txt": b"own", "jsonl": lines(text_rows("a")), "parquet": parquet(text_rows("a"))}.items():
+        (tmp_path / f"own.{suffix}").write_bytes(content)
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    path = name.format(str(tmp_path).lstrip("/"))
+    header = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": path}]}]}
+    (folder / "README.md").write_text(f"---\n{json.dumps(header)}\n---\n")
+    with pytest.raises(CorpusError, match=r"names a file that is none of its own: .*own\..*use kind"):
+        streamed(folder)
+    (folder / "README.md").unlink()
+    (folder / "a.txt").write_text("one")
+    assert streamed(folder)[0] == [("one", {})]
+
+
+@pytest.mark.parametrize("address", ["/etc/hosts.txt", "https://a.example/b.jsonl", "zip://a.txt::/etc/b.zip"])
+def test_a_dataset_of_the_hub_has_files_of_the_hub(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    builder = SimpleNamespace(config=SimpleNamespace(data_files={"valid": [], "train": [address]}))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *arguments, **options: builder)
+    source = make_source(ADAPTER.validate_python({"kind": "huggingface", "name": "a/b"}))
+    with pytest.raises(CorpusError, match=r"none of its own: "):
+        next(source.records("a/b/train"))
+
+
+def test_code_in_a_dataset_is_not_run(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, content in {"1.txt": b"one", "1.pth": pickle.dumps(os.getcwd)}.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    with pytest.raises(CorpusError, match=r"row 0: a file asks for code, which is never run\. ") as caught:
+        streamed(tmp_path, "txt")
+    assert "weights_only" not in str(caught.value)
+    (tmp_path / "a.tar").unlink()
+    (tmp_path / "README.md").write_text("---\na: !!python/object/apply:os.getcwd []\n---\n")
+    with pytest.raises(CorpusError, match=r"cannot stream .*could not determine a constructor"):
+        streamed(tmp_path)
 
 
 def test_files_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,16 @@ datasets finds the files. It reads only those in other formats.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
+
+import yaml
 
 from cdrmix.config import schema_data
 from cdrmix.data.sources.base import SOURCES, BadRecord, Metadata, Record, Source, missing_column, record_location
@@ -118,11 +123,14 @@ class HuggingFace(Source):
         unreachable: tuple[type[Exception], ...] = (OSError, RuntimeError, *HfHubHTTPError.__bases__)
         # what the libraries of the formats raise
         damaged: tuple[type[Exception], ...] = (*DAMAGED_STREAM, ValueError, TypeError, LookupError)
-        damaged += (datasets.exceptions.DatasetsError,)
+        damaged += (datasets.exceptions.DatasetsError, pickle.UnpicklingError, yaml.YAMLError)
         try:
             builder = datasets.load_dataset_builder(section.name, section.config_name, revision=section.revision)
+            self._check_inside(builder)
             found = _files(builder, section.split)
             dataset = None if found else builder.as_streaming_dataset(split=section.split)
+        except CorpusError:
+            raise
         except (*unreachable, *damaged) as error:
             raise self._unreadable(error) from error
         if dataset is None:
@@ -135,11 +143,25 @@ class HuggingFace(Source):
         except unreachable as error:
             raise self._unreadable(error) from error
         except damaged as error:
+            # not PyTorch's advice to run the code of the file
+            said = "a file asks for code, which is never run" if isinstance(error, pickle.UnpicklingError) else error
             raise CorpusError(
-                f"data.source: the {self.describe()} cannot be read after row {self._number}: {error}. Its files are "
+                f"data.source: the {self.describe()} cannot be read after row {self._number}: {said}. Its files are "
                 "read by the package datasets, which does not name the bad one; use kind: jsonl, parquet or csv with "
                 "paths for files of these formats"
             ) from error
+
+    def _check_inside(self, builder: Any) -> None:
+        """Raises CorpusError if a file of the dataset is none of its own. Its README.md may name any file of this
+        machine, such as a private one of the user, and any address of the network."""
+        root = f"{os.path.abspath(self.section.name)}{os.sep}" if os.path.isdir(self.section.name) else HUB
+        for address in itertools.chain.from_iterable((builder.config.data_files or {}).values()):
+            own = address.rpartition("::")[2]  # zip://a.txt::/x/b.zip is in /x/b.zip
+            if not (own if root == HUB else os.path.abspath(own)).startswith(root):
+                raise CorpusError(
+                    f"data.source: the {self.describe()} names a file that is none of its own: {address}; if you want "
+                    "that text, use kind: jsonl, parquet or csv with paths"
+                )
 
     def _read(
         self, found: list[Path | StoredFile], checkpoint: Any, unreachable: tuple[type[Exception], ...]
