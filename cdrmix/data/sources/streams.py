@@ -143,12 +143,10 @@ class HuggingFace(Source):
         except unreachable as error:
             raise self._unreadable(error) from error
         except damaged as error:
-            # not PyTorch's advice to run the code of the file
-            said = "a file asks for code, which is never run" if isinstance(error, pickle.UnpicklingError) else error
             raise CorpusError(
-                f"data.source: the {self.describe()} cannot be read after row {self._number}: {said}. Its files are "
-                "read by the package datasets, which does not name the bad one; use kind: jsonl, parquet or csv with "
-                "paths for files of these formats"
+                f"data.source: the {self.describe()} cannot be read after row {self._number}: {_said(error)}. "
+                "Its files are read by the package datasets, which does not name the bad one; use kind: jsonl, parquet "
+                "or csv with paths for files of these formats"
             ) from error
 
     def _check_inside(self, builder: Any) -> None:
@@ -229,11 +227,16 @@ class HuggingFace(Source):
                 )
             cause = cause.__cause__ or cause.__context__
         return CorpusError(
-            f"data.source: cannot stream the {self.describe()}: {error}. Check data.source.name, config_name, "
+            f"data.source: cannot stream the {self.describe()}: {_said(error)}. Check data.source.name, config_name, "
             "revision and split, and that this machine reaches huggingface.co (HF_HUB_OFFLINE unset; HF_TOKEN set if "
             "it is gated); the preparation is then resumed. If the connection is unreliable, download the dataset "
             "and use kind: parquet or jsonl with paths."
         )
+
+
+def _said(error: BaseException) -> str:
+    """The message of an error of a library, without PyTorch's advice to run the code of a file."""
+    return "a file asks for code, which is never run" if isinstance(error, pickle.UnpicklingError) else str(error)
 
 
 def _files(builder: Any, split: str) -> list[Path | StoredFile]:
