@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from cdrmix.errors import ConfigError
@@ -43,7 +44,10 @@ def _check(folder: Path, name: str) -> None:
             f"{kept}, and other users of this machine can write there; name a folder of your own, or "
             f"take their right away: chmod go-w {folder}"
         )
-    for parent in {*folder.absolute().parents, *folder.resolve().parents}:
+    # Not the temporary folder: containers with a single user may have it open to all, and libraries keep code there.
+    temporary = Path(tempfile.gettempdir())
+    parents = {*folder.absolute().parents, *folder.resolve().parents} - {temporary, temporary.resolve()}
+    for parent in parents:
         if _others_can_rename_in(parent):
             raise ConfigError(
                 f"{kept}, and other users of this machine can replace it, because they can write to {parent}; name "

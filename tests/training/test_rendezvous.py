@@ -269,18 +269,6 @@ def test_what_a_stranger_writes_into_the_store_is_not_run(monkeypatch: pytest.Mo
     assert not harm.exists()
 
 
-@pytest.fixture
-def usual_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody can rename what is in the folders above tmp_path, whatever rights /tmp has in this container."""
-    replaceable = code_caches._others_can_rename_in
-    monkeypatch.setattr(
-        code_caches,
-        "_others_can_rename_in",
-        lambda folder: folder.is_relative_to(tmp_path) and replaceable(folder),
-    )
-
-
-@pytest.mark.usefixtures("usual_folders")
 @pytest.mark.parametrize("name", code_caches.VARIABLES)
 def test_code_is_kept_only_where_its_user_alone_can_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
@@ -300,7 +288,6 @@ def test_code_is_kept_only_where_its_user_alone_can_write(
             code_caches.check_code_caches()
 
 
-@pytest.mark.usefixtures("usual_folders")
 @pytest.mark.parametrize("name", code_caches.VARIABLES)
 def test_code_is_not_kept_where_others_can_replace_the_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
@@ -323,7 +310,6 @@ def test_code_is_not_kept_where_others_can_replace_the_folder(
         code_caches.check_code_caches()
 
 
-@pytest.mark.usefixtures("usual_folders")
 def test_torch_compile_keeps_its_code_in_the_user_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(code_caches.INDUCTOR, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
