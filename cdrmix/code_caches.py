@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from cdrmix.errors import ConfigError
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-VARIABLES = (INDUCTOR, "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR")
+VARIABLES = (INDUCTOR, "TRITON_CACHE_DIR", "TRITON_HOME", "NUMBA_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 
 
 def check_code_caches() -> None:
@@ -32,10 +33,28 @@ def keep_code_of_torch_compile() -> None:
 
 
 def _check(folder: Path, name: str) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
+    kept = f"{name}={folder}: code that was compiled is kept there and run later"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"{kept}, and it is no folder that can be used: {error.strerror}; name another") from error
     if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
-            f"{name}={folder}: code that was compiled is kept there and run later, and other users of this machine can "
-            f"write there; name a folder of your own, or take their right away: chmod go-w {folder}"
+            f"{kept}, and other users of this machine can write there; name a folder of your own, or "
+            f"take their right away: chmod go-w {folder}"
         )
+    # Not the temporary folder: containers with a single user may have it open to all, and libraries keep code there.
+    temporary = Path(tempfile.gettempdir())
+    parents = {*folder.absolute().parents, *folder.resolve().parents} - {temporary, temporary.resolve()}
+    for parent in parents:
+        if _others_can_rename_in(parent):
+            raise ConfigError(
+                f"{kept}, and other users of this machine can replace it, because they can write to {parent}; name "
+                f"another folder, or take their right away: chmod o-w {parent}"
+            )
+
+
+def _others_can_rename_in(folder: Path) -> bool:
+    mode = folder.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX  # in /tmp, with this bit, only what is their own

@@ -34,6 +34,7 @@ from cdrmix.eval.programs import function_heads
 KEY = "q8Zk2LxP0vR7tYb3WnD5mHc9JfGs1AeU4iOoX6Tz"
 # What shapes begin with, and what hides the next one.
 UNITS = [
+    *("\u0316\u0301", "\u0f73"),  # marks that are not in their order
     *("a", "1", " ", "\n", "-", ".", "@", "(", "=", "é", "中", "Σ'", "\u0301", "{", "<", "<b>", "&#0;", "sk-"),
     *("xoxb-", "glpat-", "pypi-", "ya29.", "eyJ", "eyJ-", "eyJaaaaaaaaaaa.", "eyJaaaaaaaaaaa-eyJaaaaaaaaaaa."),
     *("SG.aaaaaaaaaaaaaaaa-SG.", "AIza", "npm_", "=a", "=aaaaaaaaaaaaaaaaaaa1", "token=1a"),

@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from cdrmix.data.token_bytes import byte_alphabet
+from cdrmix.data.tokenizer_package import failures
 from cdrmix.json_text import parse_json
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
@@ -80,7 +81,8 @@ class ReferenceEncoder:
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         # The results of the package take about 100 bytes per token, so the caller passes about 4 MB of text.
-        results = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with failures():
+            results = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(result.ids, np.uint32) for result in results]
 
 

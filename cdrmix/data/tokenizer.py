@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from cdrmix.data import batch_encoder, token_bytes, tokenizer_files
 from cdrmix.data.batch_encoder import BatchEncoder, Ids, ReferenceEncoder, pretokenizer_pattern
+from cdrmix.data.tokenizer_package import failures, open_tokenizer
 from cdrmix.errors import VocabularyError
 from cdrmix.json_text import parse_json
 
@@ -204,7 +205,8 @@ class TextTokenizer:
         ends: list[list[int]] = [[] for _ in texts]  # of each id before respelling: in characters of the text
         for group in _groups(texts):
             for tokenizer, some in self._by_tokenizer(group, continues):
-                results = tokenizer.encode_batch([text for _, _, text in some], add_special_tokens=False)
+                with failures():
+                    results = tokenizer.encode_batch([text for _, _, text in some], add_special_tokens=False)
                 for (index, start, _), result in zip(some, results, strict=True):
                     respelled, origin = self._respelled(np.array(result.ids, np.uint32))
                     origin = np.arange(len(respelled), dtype=np.uint32) if origin is None else origin
@@ -222,7 +224,8 @@ class TextTokenizer:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of a text from its ids. Special and unused ids have none."""
         if not self._byte_level:
-            return self._tokenizer.decode([*ids], skip_special_tokens=True).encode("utf-8")
+            with failures():
+                return self._tokenizer.decode([*ids], skip_special_tokens=True).encode("utf-8")
         return b"".join(map(self.token_bytes, ids))
 
     def token_bytes(self, token: int, *, begins: bool = False) -> bytes:
@@ -231,7 +234,8 @@ class TextTokenizer:
             return b""
         within = self._bytes_of_id[token]
         if begins and not self._byte_level and within.startswith(b" "):
-            alone = self._tokenizer.decode([token]).encode("utf-8")
+            with failures():
+                alone = self._tokenizer.decode([token]).encode("utf-8")
             return alone if within == b" " + alone else within
         return within
 
@@ -284,8 +288,9 @@ class TextTokenizer:
         def decode_batch(rows: list[list[int]]) -> list[str]:
             return self._tokenizer.decode_batch(rows, skip_special_tokens=False)
 
-        context = self._tokenizer.encode("a", add_special_tokens=False).ids
-        return token_bytes.decoded(vocabulary, added, decode_batch, context[-1] if context else 0, steps)
+        with failures(name):
+            context = self._tokenizer.encode("a", add_special_tokens=False).ids
+            return token_bytes.decoded(vocabulary, added, decode_batch, context[-1] if context else 0, steps)
 
     def _check_text(self, model: dict[str, Any], name: str, lossless: bool) -> bool:
         """Whether the tokenizer is lossless. Refuses one that is not, if asked, and one that encodes text to the
@@ -380,7 +385,8 @@ class TextTokenizer:
         if token not in self._spellings:
             name = self._tokenizer.id_to_token(token) or ""
             for cut in range(1, len(name)):
-                halves = self._continuing.encode_batch_fast([name[:cut], name[cut:]], add_special_tokens=False)
+                with failures():
+                    halves = self._continuing.encode_batch_fast([name[:cut], name[cut:]], add_special_tokens=False)
                 ids = [number for half in halves for number in half.ids]
                 if ids and not self._guarded.intersection(ids):
                     break
@@ -429,14 +435,9 @@ def _groups(texts: Sequence[str]) -> Iterator[list[tuple[int, int, str]]]:
 
 def _open(json_bytes: bytes, name: str) -> Tokenizer:
     """The tokenizer of the package. Raises VocabularyError."""
-    try:
-        tokenizer = Tokenizer.from_buffer(json_bytes)
-    except ValueError as error:
-        raise VocabularyError(f"{name} is not a tokenizer.json that can be read: {error}") from error
+    tokenizer = open_tokenizer(json_bytes, name)
     # Otherwise text that equals the name of a special token would become that token.
     tokenizer.encode_special_tokens = True
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return tokenizer
 
 

@@ -5,9 +5,9 @@ Of a repository only the files are downloaded that are read: safetensors, their 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.config.schema_huggingface import HuggingFaceModel
-from cdrmix.durable import disk_guard, sync_folder
+from cdrmix.durable import disk_guard, sync_folder, wait_for_lock
 from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.hf import adapters
 from cdrmix.json_text import parse_json
@@ -94,7 +94,9 @@ def _check_revision(folder: Path, revision: str) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Waits until no other process has this lock. The lock ends with the process."""
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        wait_for_lock(
+            file, lambda: print(f"cdrmix: waiting for another process, which has {path}", file=sys.stderr, flush=True)
+        )
         yield
 
 

@@ -203,7 +203,7 @@ def _router(rows: Sequence[Mapping[str, Any]]) -> str:
             value = means[name][layer]
             bad = name in UNHEALTHY and UNHEALTHY[name](value)
             cells += f"<td{' class=bad' if bad else ''}>{form.format(value)}</td>"
-        body += f"<tr><td>{names[layer]}</td>{cells}</tr>"
+        body += f"<tr><td>{escaped(names[layer])}</td>{cells}</tr>"
     return (
         f'<h2>Routers, mean of the last {len(last)} logged steps</h2><div class="scroll">'
         f"<table><tr><th>block</th>{head}</tr>{body}</table></div>"

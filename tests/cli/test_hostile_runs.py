@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -103,3 +104,16 @@ def test_too_few_open_files(toy_run: Path, capsys: Captured) -> None:
     assert status == 2
     assert "may have 3 open files, which are too few; allow more: `ulimit -n 4096`" in capsys.readouterr().err
     assert os.path.isdir(toy_run)
+
+
+def test_a_report_shows_what_a_run_holds_as_text(toy_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(toy_run, tmp_path / "runs" / toy_run.name))
+    script = "<img src=x onerror=alert(1)>"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    changed = [row | {"routers": [script for _ in row["routers"]]} if "routers" in row else row for row in rows]
+    assert changed != rows
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+    assert main(["report", str(run)]) == 0
+    report = (run / "report.html").read_text()
+    assert "&lt;img src=x onerror" in report
+    assert "<img src=x" not in report

@@ -7,9 +7,13 @@ import datetime
 import decimal
 import gzip
 import hashlib
+import io
 import json
+import os
+import pickle
 import random
 import re
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +27,7 @@ from containers import CONTAINERS, Row, lines, parquet
 from pydantic import TypeAdapter
 
 from cdrmix.config import schema_data as schema
-from cdrmix.data.sources import files, make_source
+from cdrmix.data.sources import files, make_source, parquet_files
 from cdrmix.data.sources.base import BadRecords
 from cdrmix.data.sources.conversations import from_json
 from cdrmix.errors import CorpusError
@@ -229,6 +233,49 @@ def test_files_of_other_formats(tmp_path: Path) -> None:
 def test_a_folder_is_no_connection(tmp_path: Path) -> None:
     """What is wrong with a folder is not blamed on the network."""
     with pytest.raises(CorpusError, match=r"Check the files of this folder, and data\.source\.config_name and split$"):
+        streamed(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/{}/own.txt", "../own.txt", "/{}/o*.txt", "file:///{}/own.jsonl", "../own.parquet"])
+def test_a_dataset_cannot_name_files_of_the_user(name: str, tmp_path: Path) -> None:
+    """A README.md from elsewhere says which files a dataset has."""
+    for suffix, content in {"txt": b"own", "jsonl": lines(text_rows("a")), "parquet": parquet(text_rows("a"))}.items():
+        (tmp_path / f"own.{suffix}").write_bytes(content)
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    path = name.format(str(tmp_path).lstrip("/"))
+    header = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": path}]}]}
+    (folder / "README.md").write_text(f"---\n{json.dumps(header)}\n---\n")
+    with pytest.raises(CorpusError, match=r"names a file that is none of its own: .*own\..*use kind"):
+        streamed(folder)
+    (folder / "README.md").unlink()
+    (folder / "a.txt").write_text("one")
+    assert streamed(folder)[0] == [("one", {})]
+
+
+@pytest.mark.parametrize("address", ["/etc/hosts.txt", "https://a.example/b.jsonl", "zip://a.txt::/etc/b.zip"])
+def test_a_dataset_of_the_hub_has_files_of_the_hub(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    builder = SimpleNamespace(config=SimpleNamespace(data_files={"valid": [], "train": [address]}))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *arguments, **options: builder)
+    source = make_source(ADAPTER.validate_python({"kind": "huggingface", "name": "a/b"}))
+    with pytest.raises(CorpusError, match=r"none of its own: "):
+        next(source.records("a/b/train"))
+
+
+def test_code_in_a_dataset_is_not_run(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, content in {"1.txt": b"one", "1.pth": pickle.dumps(os.getcwd, protocol=2)}.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    with pytest.raises(CorpusError, match=r": a file asks for code, which is never run\. ") as caught:
+        streamed(tmp_path, "txt")
+    assert "weights_only" not in str(caught.value)
+    (tmp_path / "a.tar").unlink()
+    (tmp_path / "README.md").write_text("---\na: !!python/object/apply:os.getcwd []\n---\n")
+    with pytest.raises(CorpusError, match=r"cannot read .*could not determine a constructor"):
         streamed(tmp_path)
 
 
@@ -509,3 +556,24 @@ def test_a_page_that_expands_too_far_is_not_decompressed(tmp_path: Path, monkeyp
     assert "it expands to more than 100 times its size" in bad.shown[0]
     found, bad = read_parquet(tmp_path / "a.parquet", table, "parquet", options, max_expansion=10**4)
     assert (len(found), bad.count) == (65, 0)
+
+
+@pytest.mark.parametrize("inner", [pa.string(), pa.struct([("role", pa.string())]), pa.list_(pa.int8(), 1)])
+def test_values_that_take_no_bytes_are_counted(
+    inner: pa.DataType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of 400 million nulls is a file of 600 bytes."""
+    monkeypatch.setattr(files, "MIN_EXPANSION_LIMIT", 2**16)
+    nulls = pa.nulls(2**14, inner)
+    table = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 2**14], pa.int32()), nulls)})
+    monkeypatch.setattr(parquet_files, "_row_bytes", None)  # nor are they counted one by one
+    found, bad = read_parquet(tmp_path / "a.parquet", table, "chat", {"compression": "zstd"}, max_expansion=1)
+    assert found == []
+    assert "it expands to more than 1 times its size" in bad.shown[0]
+
+
+def test_the_least_bytes_of_nested_values() -> None:
+    lists = pa.array([[None], ["ab" * 9, ""], [], None], pa.list_(pa.string()))
+    of_three = pa.array([["", None, "abcdefghi"]], pa.list_(pa.string(), 3))
+    maps = pa.array([[("a", None)]], pa.map_(pa.string(), pa.string()))
+    assert [parquet_files._bytes_of(array).tolist() for array in (lists, of_three, maps)] == [[8, 26, 0, 0], [25], [8]]

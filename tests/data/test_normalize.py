@@ -105,3 +105,12 @@ def test_deep_nesting() -> None:
     assert nesting(page) == depth
     assert html_text(page) == "deep"
     assert nesting("<div><br></div>" * depth) == 1
+
+
+MARKS = "\u0301\u0316\u0344\u0345\u05b4\u0f71\u0f73\u0f75\u0f81\u3099"
+
+
+@given(st.lists(st.tuples(st.text("ae\u00e9\u0fb2\uac00", max_size=2), st.text(MARKS, min_size=1)), max_size=4))
+def test_a_long_run_of_marks_has_the_nfc_of_unicode(pieces: list[tuple[str, str]]) -> None:
+    text = "".join(letters + marks * (200 // len(marks)) for letters, marks in pieces)
+    assert normalize(text) == unicodedata.normalize("NFC", text)

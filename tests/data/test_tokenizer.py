@@ -211,6 +211,59 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path, data: bytes) -> None:
             TextTokenizer.load(path, end_of_text)
 
 
+def split(pattern: str) -> dict[str, Any]:
+    step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [step, level]}
+
+
+def replace(old: str, new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+def with_id(number: int) -> Callable[[dict[str, Any]], None]:
+    return lambda content: content["model"]["vocab"].update({"zz": number})
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "endless expression": lambda content: content.update(pre_tokenizer=split("(a+)+$")),
+    "words of no length": lambda content: content.update(pre_tokenizer={"type": "FixedLength", "length": 0}),
+    "map of characters": lambda content: content.update(
+        normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    ),
+    "every place replaced": lambda content: content.update(normalizer=replace("", "aa")),
+    "each step ten times": lambda content: content.update(
+        normalizer={"type": "Sequence", "normalizers": [replace("a", "a" * 10)] * 12}
+    ),
+    "a long text before each": lambda content: content.update(normalizer={"type": "Prepend", "prepend": "x" * 10**6}),
+    "long when decoded": lambda content: content.update(decoder=replace("a", "a" * 10**6)),
+    "an id of 32 bits": with_id(2**32 - 1),
+    "an id above all tables": with_id(2**24),
+    "no sign for the unknown": lambda content: content.update(
+        model={"type": "WordLevel", "vocab": {"a": 2, END: 0, "<|other|>": 1}, "unk_token": "u"}
+    ),
+}
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused(
+    name: str, lossless: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(gpt2_like(HOSTILE[name]))
+    with pytest.raises(VocabularyError, match=r"from its publisher again|allowed are less than"):
+        TextTokenizer.load(tmp_path / "tokenizer.json", END, lossless=lossless).encode("a" * 40 + "b")
+
+
+def test_a_usual_replacement_is_no_growth(tmp_path: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        steps = [{"type": "Prepend", "prepend": "\u2581"}, replace(" ", "\u2581"), replace("\n", "<newline>")]
+        content.update(normalizer={"type": "Sequence", "normalizers": steps}, decoder=replace("\u2581", " "))
+
+    (tmp_path / "tokenizer.json").write_bytes(gpt2_like(change))
+    assert TextTokenizer.load(tmp_path / "tokenizer.json", END, lossless=False).encode("a b\n")
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer\.path: cannot read .*nowhere\.json") as caught:
         TextTokenizer.load(tmp_path / "nowhere.json", END)

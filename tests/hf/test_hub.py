@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -21,8 +22,10 @@ import torch
 import yaml
 from in_process import main
 
+from cdrmix import durable
 from cdrmix.data.tokenizer import TextTokenizer
-from cdrmix.errors import CorpusError, DiskFullError
+from cdrmix.errors import ConfigError, CorpusError, DiskFullError
+from cdrmix.hf import hub as downloads
 from cdrmix.run_folder import RunFolder
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -377,3 +380,17 @@ def test_sections_that_are_refused(
     error = error_of(capsys)
     assert "model.online: found true" in error
     assert message in error
+
+
+def test_a_wait_for_another_download_is_told_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(durable, "LONGEST_WAIT", 0.01)
+    with (tmp_path / "lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with (
+            pytest.raises(ConfigError, match=r"another process has had this lock"),
+            downloads._locked(tmp_path / "lock"),
+        ):
+            pass
+    assert capsys.readouterr().err.startswith(f"cdrmix: waiting for another process, which has {tmp_path / 'lock'}\n")

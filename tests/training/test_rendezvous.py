@@ -321,6 +321,28 @@ def test_code_is_kept_only_where_its_user_alone_can_write(
             code_caches.check_code_caches()
 
 
+@pytest.mark.parametrize("name", code_caches.VARIABLES)
+def test_code_is_not_kept_where_others_can_replace_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    for other in code_caches.VARIABLES:
+        monkeypatch.delenv(other, raising=False)
+    (tmp_path / "open" / "mine").mkdir(parents=True)
+    (tmp_path / "mine" / "kept").mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open" / "link").symlink_to(tmp_path / "mine" / "kept")
+    for folder in ("open/mine", "open/new", "open/link"):
+        monkeypatch.setenv(name, str(tmp_path / folder))
+        with pytest.raises(ConfigError, match=f"{name}=.* can replace it, because they can write to {tmp_path}/open;"):
+            code_caches.check_code_caches()
+    (tmp_path / "open").chmod(0o1777)  # as /tmp has it
+    code_caches.check_code_caches()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(name, str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"no folder that can be used: File exists; name another"):
+        code_caches.check_code_caches()
+
+
 def test_torch_compile_keeps_its_code_in_the_user_s_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(code_caches.INDUCTOR, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from cdrmix.data.chat.rendering import TEXT_BEGIN, Rendered
 from cdrmix.data.tokenizer import TextTokenizer
+from cdrmix.data.tokenizer_package import failures
 from cdrmix.errors import VocabularyError
 from cdrmix.json_text import parse_json
 
@@ -57,7 +58,8 @@ class ChatEncoder:
         end of the assistant's turn: behind a trained span that does not end with a special token. A begin-of-text token
         that the template writes is left out, since every document of the shards begins with it.
         """
-        encoded = self._tokenizer.encode_batch([_marked(text) for text in texts], add_special_tokens=False)
+        with failures():
+            encoded = self._tokenizer.encode_batch([_marked(text) for text in texts], add_special_tokens=False)
         return [self._finished(text, result) for text, result in zip(texts, encoded, strict=True)]
 
     def _finished(self, text: Rendered, result: Any) -> Encoded:

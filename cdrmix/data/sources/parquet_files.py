@@ -49,7 +49,7 @@ def text_rows(path: StoredFile, text_field: str, max_expansion: int) -> Iterator
                 for group in range(table.num_row_groups):
                     rows = _dense_rows(table.metadata, group, _longest_number(numbers, group, names))
                     for batch in table.iter_batches(rows, [group], names, use_threads=False):
-                        bound.add(_row_bytes(batch))
+                        bound.add(batch)
                         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
                         texts = columns[text_field].cast(pyarrow.large_binary()).to_pylist()
                         cells = {name: _cells(columns[name]) for name in others}
@@ -98,9 +98,7 @@ def parquet_rows(path: StoredFile, asked: Collection[str], max_expansion: int) -
                     rows = batch_rows(table.metadata) if can_be_numbers else _dense_rows(table.metadata, group, None)
                     reader = numbers if can_be_numbers else table
                     for batch in reader.iter_batches(rows, [group], names, use_threads=False):
-                        sizes = _row_bytes(batch)
-                        bound.add(sizes)
-                        for index, size in enumerate(sizes.tolist()):
+                        for index, size in enumerate(bound.add(batch).tolist()):
                             row += 1
                             yield _row(batch.slice(index, 1), row, size)
         except (pyarrow.ArrowException, OSError, ExpansionError, UnicodeDecodeError) as error:
@@ -149,11 +147,16 @@ class _Bound:
         if sum(group.total_byte_size for group in groups) > self._left:  # before a page is decompressed
             raise ExpansionError(max_expansion)
 
-    def add(self, sizes: Array) -> None:
-        """Counts the bytes of the rows of a batch."""
+    def add(self, batch: Any) -> Array:
+        """Counts the bytes of the rows of a batch, and returns them: int64 [rows]."""
+        # A list of nulls takes no bytes in the file: the sizes of its values, one by one, could fill the memory.
+        if CELL_BYTES * sum(map(_values_in, batch.columns)) > self._left:
+            raise ExpansionError(self._max_expansion)
+        sizes = _row_bytes(batch)
         self._left -= int(sizes.sum())
         if self._left < 0:
             raise ExpansionError(self._max_expansion)
+        return sizes
 
 
 def _longest_number(numbers: Any, group: int, names: list[str]) -> int | None:
@@ -218,8 +221,26 @@ def _row_bytes(batch: Any) -> Array:
     return sizes
 
 
+def _values_in(array: Any) -> int:
+    """How many values the lists of an array have, at all depths."""
+    import pyarrow
+    from pyarrow import types
+
+    kind = array.type
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _values_in(array.storage)
+    if types.is_struct(kind):
+        return sum(map(_values_in, array.flatten()))
+    if types.is_map(kind):
+        return len(array.keys) + _values_in(array.keys) + _values_in(array.items)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return len(array.values) + _values_in(array.values)
+    return 0
+
+
 def _bytes_of(array: Any) -> Array:
-    """int64: the bytes of each value of an array, of nested values and of the values of its dictionaries too."""
+    """int64: the bytes of each value of an array, of nested values and of the values of its dictionaries too. A value
+    in a list has at least CELL_BYTES, for it is an object of its own, be it null or empty."""
     import pyarrow.compute
     from pyarrow import types
 
@@ -239,12 +260,14 @@ def _bytes_of(array: Any) -> Array:
         return np.asarray(sum(map(_bytes_of, array.flatten()), np.zeros(len(array), np.int64)))
     if types.is_map(kind) or types.is_list(kind) or types.is_large_list(kind):
         values = [array.keys, array.items] if types.is_map(kind) else [array.values]
-        ends = np.concatenate([[0], np.cumsum(sum(map(_bytes_of, values), np.zeros(len(values[0]), np.int64)))])
+        sizes = np.maximum(sum(map(_bytes_of, values), np.zeros(len(values[0]), np.int64)), CELL_BYTES)
+        ends = np.concatenate([[0], np.cumsum(sizes)])
         return np.asarray(np.diff(ends[array.offsets.to_numpy()]))
     if types.is_fixed_size_list(kind):
         length = kind.list_size * len(array)
         values = array.values.slice(array.offset * kind.list_size, length)
-        return np.asarray(_bytes_of(values).reshape(len(array), kind.list_size).sum(axis=1))
+        sizes = np.maximum(_bytes_of(values), CELL_BYTES)
+        return np.asarray(sizes.reshape(len(array), kind.list_size).sum(axis=1))
     return np.full(len(array), CELL_BYTES, np.int64)
 
 

@@ -8,11 +8,16 @@ datasets finds the files. It reads only those in other formats.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
+
+import yaml
 
 from cdrmix.config import schema_data
 from cdrmix.data.sources.base import SOURCES, BadRecord, Metadata, Record, Source, missing_column, record_location
@@ -113,11 +118,14 @@ class HuggingFace(Source):
         unreachable: tuple[type[Exception], ...] = (OSError, RuntimeError, *HfHubHTTPError.__bases__)
         # what the libraries of the formats raise
         damaged: tuple[type[Exception], ...] = (*DAMAGED_STREAM, ValueError, TypeError, LookupError)
-        damaged += (datasets.exceptions.DatasetsError,)
+        damaged += (datasets.exceptions.DatasetsError, pickle.UnpicklingError, yaml.YAMLError)
         try:
             builder = datasets.load_dataset_builder(section.name, section.config_name, revision=section.revision)
+            self._check_inside(builder)
             found = _files(builder, section.split, self.max_expansion)
             dataset = None if found else builder.as_streaming_dataset(split=section.split)
+        except CorpusError:
+            raise
         except (*unreachable, *damaged) as error:
             raise self._unreadable(error) from error
         if dataset is None:
@@ -131,10 +139,22 @@ class HuggingFace(Source):
             raise self._unreadable(error) from error
         except damaged as error:
             raise CorpusError(
-                f"data.source: the {self.describe()} cannot be read after row {self._number}: {error}. Its files are "
-                "read by the package datasets, which does not name the bad one; use kind: jsonl, parquet or csv with "
-                "paths for files of these formats"
+                f"data.source: the {self.describe()} cannot be read after row {self._number}: {_said(error)}. "
+                "Its files are read by the package datasets, which does not name the bad one; use kind: jsonl, parquet "
+                "or csv with paths for files of these formats"
             ) from error
+
+    def _check_inside(self, builder: Any) -> None:
+        """Raises CorpusError if a file of the dataset is none of its own. Its README.md may name any file of this
+        machine, such as a private one of the user, and any address of the network."""
+        root = f"{os.path.abspath(self.section.name)}{os.sep}" if os.path.isdir(self.section.name) else HUB
+        for address in itertools.chain.from_iterable((builder.config.data_files or {}).values()):
+            own = address.rpartition("::")[2]  # zip://a.txt::/x/b.zip is in /x/b.zip
+            if not (own if root == HUB else os.path.abspath(own)).startswith(root):
+                raise CorpusError(
+                    f"data.source: the {self.describe()} names a file that is none of its own: {address}; if you want "
+                    "that text, use kind: jsonl, parquet or csv with paths"
+                )
 
     def _read(
         self, found: list[StoredFile], checkpoint: Any, unreachable: tuple[type[Exception], ...]
@@ -203,15 +223,20 @@ class HuggingFace(Source):
             cause = cause.__cause__ or cause.__context__
         if Path(self.section.name).is_dir():
             return CorpusError(
-                f"data.source: cannot read the {self.describe()}: {error}. Check the files of this folder, and "
+                f"data.source: cannot read the {self.describe()}: {_said(error)}. Check the files of this folder, and "
                 "data.source.config_name and split"
             )
         return CorpusError(
-            f"data.source: cannot stream the {self.describe()}: {error}. Check data.source.name, config_name, "
+            f"data.source: cannot stream the {self.describe()}: {_said(error)}. Check data.source.name, config_name, "
             "revision and split, and that this machine reaches huggingface.co (HF_HUB_OFFLINE unset; HF_TOKEN set if "
             "it is gated); the preparation is then resumed. If the connection is unreliable, download the dataset "
             "and use kind: parquet or jsonl with paths."
         )
+
+
+def _said(error: BaseException) -> str:
+    """The message of an error of a library, without PyTorch's advice to run the code of a file."""
+    return "a file asks for code, which is never run" if isinstance(error, pickle.UnpicklingError) else str(error)
 
 
 def _files(builder: Any, split: str, max_expansion: int) -> list[StoredFile]:
