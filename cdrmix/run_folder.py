@@ -25,6 +25,21 @@ RECORDED = "recorded_step"  # key of metrics.json
 PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors", "pydantic", "triton", "numba")
 
 
+# The types of the keys of metrics.json.
+SUMMARY: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("corpus", "demonstration", "environment", "export", "held_out", "held_out_before"), dict),
+    **dict.fromkeys(("mechanisms", "parameters", "sample", "stage_a", "stage_b"), dict),
+    **dict.fromkeys(("held_out_before_step", "held_out_step", "mechanisms_step", "restarts"), int),
+    **dict.fromkeys(("config_hash", "mirror_id", "mlflow_run", "name", "not_trained"), str),
+    **dict.fromkeys(("questions_fingerprint", "started", "text_fingerprint"), str),
+    "evaluations_logged": int,
+    RECORDED: int,
+    "finished": bool,
+    "lost_seconds": (int, float),
+    "trackers": list,
+}
+
+
 class RunFolder:
     """`<run.root>/<UTC timestamp>-<first 8 digits of the configuration hash>/`, and the paths in it.
 
@@ -372,12 +387,15 @@ class RunFolder:
                 write_atomically(path, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in kept))
 
     def summary(self) -> dict[str, Any]:
-        """The contents of metrics.json; {} if it is missing or incomplete."""
+        """The contents of metrics.json; {} if it is missing or incomplete. A key without its type (SUMMARY) is missing,
+        for a run may come from elsewhere."""
         try:
             summary = parse_json(self.metrics_json.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):  # ValueError: neither JSON nor UTF-8
             return {}
-        return summary if isinstance(summary, dict) else {}
+        if not isinstance(summary, dict):
+            return {}
+        return {key: value for key, value in summary.items() if isinstance(value, SUMMARY.get(key, object))}
 
     def update_summary(self, values: Mapping[str, Any]) -> None:
         """Sets keys of metrics.json. The file is replaced atomically."""

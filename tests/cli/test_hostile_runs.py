@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from in_process import main
 
+from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError
+from cdrmix.hf.card import model_card
 from cdrmix.inference.checkpoints import read_manifest
 from cdrmix.json_text import parse_json
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import SUMMARY, RunFolder, read_metrics
 from cdrmix.training.checkpoint import read_progress
 
 Arguments = Callable[..., list[str]]
@@ -104,6 +106,17 @@ def test_too_few_open_files(toy_run: Path, capsys: Captured) -> None:
     assert status == 2
     assert "may have 3 open files, which are too few; allow more: `ulimit -n 4096`" in capsys.readouterr().err
     assert os.path.isdir(toy_run)
+
+
+@pytest.mark.parametrize("value", [5, "x", [1], {}, True, None], ids=repr)
+def test_a_key_of_a_summary_without_its_type_is_missing(
+    value: object, toy_run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run = Path(shutil.copytree(toy_run, tmp_path / "runs" / toy_run.name))
+    (run / "metrics.json").write_text(json.dumps(dict.fromkeys(SUMMARY, value)))
+    assert main(["report", str(run)]) == 0
+    assert model_card(Config.from_yaml(run / "config_snapshot.yaml"), 4, 1, RunFolder(run).summary())
+    capsys.readouterr()
 
 
 def test_a_report_shows_what_a_run_holds_as_text(toy_run: Path, tmp_path: Path) -> None:
