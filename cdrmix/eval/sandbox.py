@@ -17,6 +17,7 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +33,7 @@ SERVER = Path(__file__).with_name("sandbox_server.py")
 Outcome = Literal["passed", "failed", "timeout", "memory", "forbidden", "crashed"]
 NEEDED = ("landlock", "seccomp")
 WORKERS = 4  # at most
+LATEST = 60.0  # seconds that a server may take longer than its program; it ends what takes longer itself
 
 
 class Program(NamedTuple):
@@ -140,7 +142,7 @@ class Sandbox:
         request = {"kind": program.kind, "source": program.source, "seconds": self.seconds, "megabytes": self.megabytes}
         server = self._idle.get()
         try:
-            answer = _answer(server, json.dumps(request))
+            answer = _answer(server, json.dumps(request), self.seconds + LATEST)
             if answer is None:  # as by a program that is not confined
                 _stop(server)
                 self._servers.remove(server)
@@ -179,7 +181,7 @@ def _start() -> tuple[subprocess.Popen[str], Layers]:
     )
     assert server.stdout is not None
     assert server.stderr is not None
-    line = server.stdout.readline()
+    line = _line(server, LATEST)
     if not line:
         message = server.stderr.read().strip().rpartition("\n")[2]
         _stop(server)
@@ -188,16 +190,26 @@ def _start() -> tuple[subprocess.Popen[str], Layers]:
     return server, Layers(found["user"], found["layers"], found["landlock_abi"])
 
 
-def _answer(server: subprocess.Popen[str], request: str) -> str | None:
-    """The server's line for a request; None if it has ended."""
+def _answer(server: subprocess.Popen[str], request: str, seconds: float) -> str | None:
+    """The server's line for a request; None if it has ended, or does not answer in time."""
     assert server.stdin is not None
-    assert server.stdout is not None
     try:
         server.stdin.write(request + "\n")
         server.stdin.flush()
     except BrokenPipeError:
         return None
-    return server.stdout.readline() or None
+    return _line(server, seconds) or None
+
+
+def _line(server: subprocess.Popen[str], seconds: float) -> str:
+    """The next line of a server; "" if it has ended. One that does not answer in time is ended."""
+    assert server.stdout is not None
+    late = threading.Timer(seconds, server.kill)
+    late.start()
+    try:
+        return server.stdout.readline()
+    finally:
+        late.cancel()
 
 
 def _stop(server: subprocess.Popen[str]) -> None:

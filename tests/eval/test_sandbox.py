@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -227,6 +228,17 @@ def test_no_opening_changes_a_file_that_a_program_may_read(
     server.write_text(without)
     with pytest.raises(ConfigError, match="seccomp: it did not hold a trial"), Sandbox(workers=1):
         pass
+
+
+def test_a_server_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sandbox(seconds=0.5, workers=1) as sandbox:
+        monkeypatch.setattr(sandbox_module, "LATEST", 0.1)
+        os.kill(sandbox._servers[0].pid, signal.SIGSTOP)
+        (verdict,) = sandbox.run([Program("pass")])
+        assert (verdict.outcome, verdict.detail) == ("crashed", "the server of the sandbox ended")
+        monkeypatch.undo()
+        (verdict,) = sandbox.run([Program("pass")])
+        assert verdict.outcome == "passed"
 
 
 def test_refused_user_namespaces_are_told() -> None:
