@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from cdrmix.config.autosizers import Size
 from cdrmix.config.batch_sizes import BatchSizes
 from cdrmix.config.check import Problem, config_error
-from cdrmix.config.hashing import MEMORY, NOT_HASHED, leave_out_added
+from cdrmix.config.hashing import MEMORY, NOT_HASHED
 from cdrmix.config.loader import dump_yaml, load_yaml
 from cdrmix.config.mixer_layers import layer_mixers
 from cdrmix.config.nodes import Location, Node, found, location_of
@@ -491,5 +491,4 @@ class Config(Section):
         data["train"] |= MEMORY
         data["train"]["micro_batch_rows"] *= self.train.micro_batch_parts
         del data["ablation"]  # each arm of an ablation is a configuration of its own
-        leave_out_added(data)
         return data

@@ -19,7 +19,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from cdrmix.config.hashing import leave_out_added
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import TasksSource
 from cdrmix.data import shards
@@ -163,7 +162,6 @@ def _keys_of_text(config: Config) -> dict[str, Any]:
         del domain["max_epochs"]
     # The shards tell the parts of the loss apart, and the training weights them.
     data["objectives"] |= {"weights": config.data.objectives.weights is not None or None, "normalise": "mean_of_tokens"}
-    leave_out_added({"data": data})
     return data
 
 

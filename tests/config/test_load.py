@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cdrmix.config.hashing import ADDED_LATER, leave_out_added
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import HuggingFaceSource, JsonlSource, StdlibSource, TextSource
 from cdrmix.errors import ConfigError
@@ -349,26 +348,6 @@ def test_what_decides_no_weight_is_not_hashed(tmp_path: Path, change: str) -> No
 )
 def test_what_decides_a_weight_is_hashed(tmp_path: Path, change: str) -> None:
     assert load(tmp_path, "", change).hash() != load(tmp_path).hash()
-
-
-def test_keys_that_were_added_later_do_not_change_the_hash_of_older_runs(tmp_path: Path) -> None:
-    # the hash of this configuration before data.tokenizer.begin_of_text, the first of these keys, was added
-    assert load(tmp_path).hash() == "e6b4414b879ff4600fbb70f3faec19d72e593d7456abfd5afe150b3d6fc427cc"
-
-
-@pytest.mark.parametrize("path", ADDED_LATER)
-def test_a_key_that_was_added_later_is_hashed_unless_it_has_its_first_value(tmp_path: Path, path: str) -> None:
-    config = load(tmp_path, "", "data.objectives.fim={}")
-    dumps = [config.model_dump(), config.model_dump()]
-    *sections, key = path.split(".")
-    section = dumps[1]
-    for name in sections:
-        section = section[name]
-    section[key] = "another value"
-    for data in dumps:
-        leave_out_added(data)
-    assert section[key] == "another value"
-    assert dumps[0] != dumps[1]
 
 
 def test_the_default_source_is_the_standard_library(tmp_path: Path) -> None:
