@@ -407,11 +407,11 @@ MUTATIONS = (
         ("tests/data/test_containers.py::test_conversations",),
     ),
     Mutation(
-        "CSV: a row longer than the header is cut",
+        "CSV: a row that is shorter than the header is a text",
         "cdrmix/data/sources/tables.py",
+        "    if len(row) != len(header):  #",
         "    if len(row) > len(header):  #",
-        "    if False:  #",
-        ("tests/data/test_containers.py::test_a_text_is_not_cut_at_a_comma_without_quotes",),
+        ("tests/data/test_containers.py::test_a_text_is_not_cut_without_quotes",),
     ),
     Mutation(
         "Parquet: what a batch expands to is not bounded",
@@ -453,6 +453,34 @@ MUTATIONS = (
         "cdrmix/data/tokenizer.py",
         "_splitting(LONGEST_WORD)",
         "_splitting(1 << 20)",
+        ("tests/data/test_tokenizer.py",),
+    ),
+    Mutation(
+        "JSON lines: the last of two fields of one name is taken",
+        "cdrmix/data/sources/tables.py",
+        'return parse_json(raw.decode("utf-8"), _fields)',
+        'return parse_json(raw.decode("utf-8"))',
+        ("tests/data/test_containers.py",),
+    ),
+    Mutation(
+        "chat: the system prompt of a record is dropped beside that of the turns",
+        "cdrmix/data/sources/conversations.py",
+        "        _check_system(system, messages, \"its field 'system'\")\n",
+        "        pass\n",
+        ("tests/data/test_chat.py",),
+    ),
+    Mutation(
+        "huggingface: a README.md names files of the user",
+        "cdrmix/data/sources/streams.py",
+        "            self._check_inside(builder)\n",
+        "",
+        ("tests/data/test_containers.py::test_a_dataset_cannot_name_files_of_the_user",),
+    ),
+    Mutation(
+        "a tokenizer of others makes a text as long as it likes",
+        "cdrmix/data/tokenizer_package.py",
+        "            if _growth(content.get(key)) > LONGER:",
+        "            if False:",
         ("tests/data/test_tokenizer.py",),
     ),
     # model
@@ -1392,6 +1420,20 @@ MUTATIONS = (
         "student_quantile(count - 1) * deviation / math.sqrt(count)",
         "student_quantile(count - 1) * deviation",
         ("tests/reason/test_ablation.py::test_an_interval_of_three_seeds",),
+    ),
+    Mutation(
+        "stage B: routers see what is after the end of a row",
+        "cdrmix/reason/rl/rollout.py",
+        "    if mask_SN is not None and model.config.routers and",
+        "    if mask_SN is None and model.config.routers and",
+        ("tests/reason/test_rollout.py::test_routers_do_not_see_what_is_after_the_end_of_a_row",),
+    ),
+    Mutation(
+        "a summary of others has values of any type",
+        "cdrmix/run_folder.py",
+        "if isinstance(value, SUMMARY.get(key, object))}",
+        "if key}",
+        ("tests/cli/test_hostile_runs.py::test_a_key_of_a_summary_without_its_type_is_missing",),
     ),
     # C++
     Mutation(
