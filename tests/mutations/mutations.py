@@ -460,7 +460,7 @@ MUTATIONS = (
         "cdrmix/data/sources/tables.py",
         'return parse_json(raw.decode("utf-8"), _fields)',
         'return parse_json(raw.decode("utf-8"))',
-        ("tests/data/test_containers.py",),
+        ("tests/data/test_sources.py",),
     ),
     Mutation(
         "chat: the system prompt of a record is dropped beside that of the turns",
@@ -475,13 +475,6 @@ MUTATIONS = (
         "            self._check_inside(builder)\n",
         "",
         ("tests/data/test_containers.py::test_a_dataset_cannot_name_files_of_the_user",),
-    ),
-    Mutation(
-        "a tokenizer of others makes a text as long as it likes",
-        "cdrmix/data/tokenizer_package.py",
-        "            if _growth(content.get(key)) > LONGER:",
-        "            if False:",
-        ("tests/data/test_tokenizer.py",),
     ),
     # model
     Mutation(
