@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cdrmix import _dedup
@@ -47,6 +47,11 @@ clustered = st.builds(
 fingerprint_arrays = st.lists(clustered | st.integers(0, BITS), max_size=30).map(lambda x: np.array(x, dtype=np.uint64))
 
 
+# Two bits apart, one in each half: of three blocks only the middle one is equal.
+FAR = np.array([1 << 63 | 1], dtype=np.uint64)
+
+
+@example(FAR, np.zeros(1, dtype=np.uint64), 2)
 @given(fingerprint_arrays, fingerprint_arrays, st.integers(0, 6) | st.sampled_from([15, 31, 62, 63]))
 def test_the_join_is_brute_force(a: np.ndarray, b: np.ndarray, radius: int) -> None:
     expected = [
