@@ -300,7 +300,9 @@ def test_float32_is_near_float64(name: str, device: str) -> None:
         assert (found.double() - wanted).abs().max().item() < bar
 
 
-@pytest.mark.parametrize(("name", "backend"), [*product(CASES, ["cpu"]), *product(CASES.keys() - SLOW, ["triton"])])
+@pytest.mark.parametrize(
+    ("name", "backend"), [*product(CASES, ["cpu"]), *product(sorted(CASES.keys() - SLOW), ["triton"])]
+)
 def test_pytorch_accepts_how_operators_are_registered(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, fake tensors and autograd registration of every operator that a call comes to, also backwards; where
     all inputs have gradients, and on a CPU also the last one alone, and none."""
