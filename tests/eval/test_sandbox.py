@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,14 +93,25 @@ def sandbox() -> Iterator[Sandbox]:
         yield opened
 
 
-def test_hostile_programs_are_held(sandbox: Sandbox, tmp_path: Path) -> None:
+@pytest.fixture
+def folder_of_all(tmp_path: Path) -> Iterator[Path]:
+    """A folder where file modes do not hold a program: as root, programs are of nobody. Others see it for the test."""
+    parents = [path for path in tmp_path.parents if path.is_relative_to(tempfile.gettempdir())][:-1]
+    modes = {path: path.stat().st_mode for path in parents}
+    tmp_path.chmod(0o777)
+    for path, mode in modes.items():
+        path.chmod(mode | 0o111)
+    yield tmp_path
+    for path, mode in modes.items():
+        path.chmod(mode)
+
+
+def test_hostile_programs_are_held(sandbox: Sandbox, folder_of_all: Path) -> None:
     """Each has its outcome; nothing outside has changed; and the next program runs as ever."""
-    file, folder = tmp_path / "mine", tmp_path / "shared"
+    file, folder = folder_of_all / "mine", folder_of_all / "shared"
     file.write_text("secret")
     folder.mkdir()
-    for path in (tmp_path, folder, *tmp_path.parents):  # so that file modes do not hold the program
-        if path.is_relative_to(Path(os.environ.get("TMPDIR", "/tmp"))) and path.owner() and os.geteuid() == 0:
-            path.chmod(0o777)
+    folder.chmod(0o777)
     file.chmod(0o666)
     facts = {"file": str(file), "folder": str(folder), "parent": os.getpid()}
     programs = {name: Program(source.format(**facts)) for name, (source, _) in HOSTILE.items()}
@@ -204,17 +216,14 @@ assert os.read(descriptor, 9) == b"kept"
 
 @pytest.mark.parametrize("version", [1, 2, None])
 def test_no_opening_changes_a_file_that_a_program_may_read(
-    version: int | None, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    version: int | None, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, folder_of_all: Path
 ) -> None:
     """Also under versions 1 and 2 of Landlock, which let a program empty the files that it may read and that its user
     owns, as those of an interpreter in the home folder."""
-    file, server = tmp_path / "library.py", tmp_path / "server.py"
+    file, server = folder_of_all / "library.py", folder_of_all / "server.py"
     file.write_text("kept")
     file.chmod(0o666)
-    for path in (tmp_path, *tmp_path.parents):
-        if path.is_relative_to(Path(os.environ.get("TMPDIR", "/tmp"))) and os.geteuid() == 0:
-            path.chmod(0o777)
-    text = sandbox_module.SERVER.read_text().replace('"/usr/lib64"}', f'"/usr/lib64", {str(tmp_path)!r}}}')
+    text = sandbox_module.SERVER.read_text().replace('"/usr/lib64"}', f'"/usr/lib64", {str(folder_of_all)!r}}}')
     if version is not None:
         text = text.replace('call("syscall", 444, None, 0, 1)', str(version))
     server.write_text(text)
