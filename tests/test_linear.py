@@ -145,6 +145,7 @@ MADE: dict[str, list[str | bytes | None]] = {
         "<s>|</s>",
         "\ue000(?P<text><s>|</s>)\ue001|(?P<special><s>)|(?P<border>\ue002)|[\ue000\ue001]",
     ],
+    "cdrmix.data.cleaning.normalize": ["[\u0301\u0316]", "[\u0301\u0316]{64,}"],
     "cdrmix.data.sources.conversations": [r"\n\n(Human|Assistant):"],
     "cdrmix.data.tasks.rng": [r"\b(one|other)\b"],
     "cdrmix.eval.leak": [None],
