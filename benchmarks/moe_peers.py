@@ -112,7 +112,7 @@ def compiled_later(call: Call, dynamic: bool | None = None) -> Call:
 
 
 def ours(layer: Layer, recompute: bool = False) -> Implementation:
-    """cdrmix."""
+    """This package's operators."""
 
     def call(x: Tensor, logits: Tensor, weights: list[Tensor]) -> Tensor:
         w_up, w_down = weights

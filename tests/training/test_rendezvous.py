@@ -302,13 +302,19 @@ def test_addresses_that_a_stranger_wrote_end_in_a_message(written: str) -> None:
     assert "process 0 could not connect to the others by the addresses in the store" in output
 
 
+@pytest.fixture
+def no_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names no folder of compiled code."""
+    for name in code_caches.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_caches")
 @pytest.mark.parametrize("name", code_caches.VARIABLES)
 def test_code_is_kept_only_where_its_user_alone_can_write(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     """Found by its name in the temporary folder, torch.compile's cache could be another user's."""
-    for other in code_caches.VARIABLES:
-        monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, str(tmp_path / "of the user"))
     code_caches.check_code_caches()
     code_caches.check_code_caches()
@@ -321,12 +327,11 @@ def test_code_is_kept_only_where_its_user_alone_can_write(
             code_caches.check_code_caches()
 
 
+@pytest.mark.usefixtures("no_caches")
 @pytest.mark.parametrize("name", code_caches.VARIABLES)
 def test_code_is_not_kept_where_others_can_replace_the_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    for other in code_caches.VARIABLES:
-        monkeypatch.delenv(other, raising=False)
     (tmp_path / "open" / "mine").mkdir(parents=True)
     (tmp_path / "mine" / "kept").mkdir(parents=True)
     (tmp_path / "open").chmod(0o777)

@@ -21,6 +21,7 @@ from multiprocessing.context import ForkServerContext
 from types import ModuleType
 from typing import Any, TypeVar
 
+from cdrmix.durable import LONGEST_WAIT, wait_until
 from cdrmix.errors import ConfigError, OutOfMemoryError
 from cdrmix.registry import registers
 
@@ -190,7 +191,12 @@ def _try_script(context: ForkServerContext) -> None:
     """
     process = context.Process(target=int)
     process.start()
-    process.join()
+    what = "cdrmix: waiting for a process that imports the script that called cdrmix"
+    wait_until(
+        lambda: not process.is_alive(),
+        LONGEST_WAIT,
+        lambda seconds: print(f"{what}; {seconds:.0f} s so far", file=sys.stderr, flush=True),
+    )
     if process.exitcode == IN_SCRIPT:
         raise ConfigError(IN_WORKER)
 
