@@ -135,7 +135,7 @@ class _Validation(Generic[Model]):
             details = error.errors(include_url=False, include_context=False, include_input=False)
         misspelt: set[Path] = set()
         missing: list[Path] = []
-        tagged = schema_types.tagged(self.schema)
+        tagged = schema_types.tagged(self.model)
         for detail in details:
             path = _without_variant(detail["loc"], tagged)
             error_type = detail["type"]

@@ -86,7 +86,7 @@ def load_yaml(path: str | Path, overrides: Sequence[str], model: type[Model]) ->
     if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
         raise ConfigError(f"overrides must be a list of key.path=value; found {overrides!r}")
     load_plugins()  # the configuration may use names that plugins register
-    reader = _ConfigReader(schema_types.root(model))
+    reader = _ConfigReader(model)
     root = reader.file(Path(path), Location(str(path)), ()) or Node({}, Location(str(path)))
     if overriding := reader.overrides(overrides):
         root = merge(root, overriding, reader.tagged)
@@ -112,8 +112,8 @@ class _UnreadableError(Exception):
 class _ConfigReader:
     """Reads the files and overrides of one configuration, and collects their problems."""
 
-    def __init__(self, schema: schema_types.Schema) -> None:
-        self.schema, self.tagged = schema, schema_types.tagged(schema)
+    def __init__(self, model: type[Model]) -> None:
+        self.schema, self.tagged = schema_types.root(model), schema_types.tagged(model)
         self.problems: list[Problem] = []
         self.complete = True  # every file was readable
 

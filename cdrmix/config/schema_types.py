@@ -108,8 +108,9 @@ def _named(schema: Schema) -> dict[str, Schema]:
     return {ANY: inner} if inner is not None else keys(schema)
 
 
-def tagged(schema: Schema) -> frozenset[Path]:
-    """The path patterns of the sections whose keys depend on their `kind`."""
+@cache
+def tagged(model: type[BaseModel]) -> frozenset[Path]:
+    """The path patterns of the sections of a configuration whose keys depend on their `kind`."""
 
     def walk(node: Schema, path: Path) -> Iterator[Path]:
         if kinds(node):
@@ -118,7 +119,7 @@ def tagged(schema: Schema) -> frozenset[Path]:
             for key, inner in _named(node).items():
                 yield from walk(inner, (*path, key))
 
-    return frozenset(walk(schema, ()))
+    return frozenset(walk(root(model), ()))
 
 
 def every_key(schema: Schema) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from typing import Any
 
@@ -362,26 +361,6 @@ def test_gradcheck_of_routing_and_experts() -> None:
         return y, rows, routing.load_balance, routing.z_loss
 
     assert torch.autograd.gradcheck(layer, (x, gate, w_up, w_down))
-
-
-def test_the_operators_are_registered_as_pytorch_asks(where: str, device: str) -> None:
-    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    if where != "triton":  # the graph of PyTorch's compiler has the same operators, whoever serves them
-        checks.append("test_aot_dispatch_dynamic")
-    opcheck = functools.partial(torch.library.opcheck, test_utils=checks)
-    x = {name: value.float().to(device).requires_grad_() for name, value in Case(20, 4, 2).inputs().items()}
-    routing = ops.route_topk(x["logits"].detach(), 2)
-    order = (routing.order_R, routing.counts_E)
-    weights = routing.weights_TK.requires_grad_()
-    rows = torch.randn(40, 16, device=device, requires_grad=True)
-    operators = torch.ops.cdrmix
-    for keep in (None, torch.arange(20, device=device) % 3 > 0):
-        opcheck(operators.moe_route.default, (x["logits"], 2, torch.zeros(4, device=device), 9, keep, ""))
-    for recompute in (False, True):
-        arguments = (x["x"], x["w_up"], x["w_down"], weights, routing.experts_TK, *order, "relu2", recompute)
-        opcheck(operators.moe_experts.default, arguments)
-    opcheck(operators.moe_dispatch.default, (x["x"], *order, 2))
-    opcheck(operators.moe_combine.default, (rows, *order, 2))
 
 
 def test_autocast_says_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
