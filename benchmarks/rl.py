@@ -30,7 +30,9 @@ from comparison import one_thread, peak_in_fresh_process
 from measure import peak_of_process
 from torch import nn
 
-from cdrmix.config.schema import Attention, Config, FeedForward, Model, Rwkv
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Model, Rwkv
 from cdrmix.inference.generate import Row, decode
 from cdrmix.inference.sampling import Sampling
 from cdrmix.model import graphs

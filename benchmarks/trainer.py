@@ -13,7 +13,8 @@ import trainer_watch
 import turns
 from cases import Case, Options, Result
 
-from cdrmix.config.schema import Config, Train
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_training import Train
 from cdrmix.data.loader import EvalLoader, TrainLoader
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import ConfigError

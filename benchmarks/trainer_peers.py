@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cdrmix.config.schema import Train
+from cdrmix.config.schema_training import Train
 from cdrmix.data.batch import Batch
 from cdrmix.model.loss import LossModel
 from cdrmix.training.optim import make_optimizer, parameter_groups

@@ -9,8 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import Tokenizer
+from cdrmix.config.schema_model import Model
 from cdrmix.data.prepare import prepare, same_text
 from cdrmix.data.shards import ShardSet, open_shards
 from cdrmix.durable import sha256_file

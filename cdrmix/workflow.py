@@ -16,7 +16,8 @@ from typing import Literal, TypeVar
 
 import torch
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.data.pipeline.executor import refuse_in_import
 from cdrmix.data.prepare import chat_template, prepare
 from cdrmix.data.shards import ShardSet, open_shards

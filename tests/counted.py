@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.plan.parameters import ParameterCount, count_parameters
 
 

@@ -8,7 +8,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Self
 
-from cdrmix.config.schema_training import BatchWarmup
+from cdrmix.config.section import PositiveInt, Section
+
+
+class BatchWarmup(Section):
+    """Growth of the global batch over the first steps, from fewer rows to train.batch_rows."""
+
+    rows: PositiveInt
+    """Rows of the first step. A multiple of micro_batch_rows times the number of processes, below batch_rows."""
+    steps: PositiveInt
+    """Step from which on the batch has batch_rows rows, counted from 0. Must be below train.steps. Before it, the rows
+    grow in proportion to the step, by multiples of the greatest common divisor of `rows` and batch_rows."""
 
 
 class BatchSizes(NamedTuple):

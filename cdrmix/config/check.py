@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
@@ -18,6 +19,7 @@ from cdrmix.config.autosizers import (
     core_param_autosizer,
     reasoning_param_autosizer,
 )
+from cdrmix.config.conflicts.conflict import Conflict
 from cdrmix.config.hyperparameters import RULE_READS, SET_BY_A_RULE, hyperparameters
 from cdrmix.config.nodes import (
     COMMAND_LINE,
@@ -34,11 +36,11 @@ from cdrmix.config.nodes import (
     matches,
     plain,
 )
-from cdrmix.config.validators import conflicts
 from cdrmix.errors import ConfigError
 from cdrmix.registry import nearest
 
 Model = TypeVar("Model", bound=BaseModel)
+_NAMED = re.compile(r"\b[a-z]+(?:\.[a-z_0-9]+)+")  # a dotted key in a text
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ def config_error(problems: Iterable[Problem]) -> ConfigError:
     return ConfigError("\n".join([f"the configuration has {count}:", *map(str, ordered)]))
 
 
-def check(root: Node, complete: bool, model: type[Model]) -> tuple[Model | None, list[Problem]]:
+def check(
+    root: Node, complete: bool, model: type[Model], conflicts: Callable[[Model], Iterable[Conflict]]
+) -> tuple[Model | None, list[Problem]]:
     """Adds the autosizers' defaults and validates.
 
     Args:
@@ -86,6 +90,7 @@ def check(root: Node, complete: bool, model: type[Model]) -> tuple[Model | None,
         complete: False if a file could not be read. Then missing keys, and combinations of keys, are not reported,
             because that file may contain the keys.
         model: the class of the configuration.
+        conflicts: what combinations of its keys do not allow. It is asked if each key by itself is valid.
 
     Returns:
         The configuration, or None if there are problems; and the problems.
@@ -95,7 +100,7 @@ def check(root: Node, complete: bool, model: type[Model]) -> tuple[Model | None,
         data = fill(data, {"model": {"kind": DEFAULT_KINDS[("model",)]}})
     data = fill(data, core_param_autosizer(data))
     data = fill(data, reasoning_param_autosizer(data))
-    data = fill(data, hyperparameters(dict(_known_values(schema_types.root(model), data, set()))))
+    data = fill(data, hyperparameters(dict(_known_values(schema_types.root(model), data))))
     problems: list[Problem] = []
     reasoning = find(root, ("reasoning",))
     if reasoning and reasoning.blank:
@@ -105,14 +110,21 @@ def check(root: Node, complete: bool, model: type[Model]) -> tuple[Model | None,
     validation = _Validation(root, data, complete, model)
     config = validation.run()
     problems += validation.problems
-    # A file that could not be read may change any value.
-    values = dict(_known_values(validation.schema, data, validation.broken)) if complete else {}
-    for conflict in conflicts(values):
-        paths = [conflict.path, *(tuple(key.split(".")) for key in conflict.keys)]
-        # The location of the first key that was written: an autosized or default value has no location.
-        location = next((node.location for path in paths if (node := find(root, path))), location_of(root, paths[0]))
-        problems.append(Problem(location, dotted(conflict.path), conflict.found, conflict.allowed, conflict.nearest))
+    if config is not None and complete:  # a file that could not be read may change any value
+        problems += [_problem(root, config, conflict) for conflict in conflicts(config)]
     return (None if problems else config), problems
+
+
+def _problem(root: Node, config: BaseModel, conflict: Conflict) -> Problem:
+    """A conflict with the location of the first written key: its own, then those that its text names."""
+    keys = [conflict.key, *_NAMED.findall(conflict.allowed)]
+    paths = [conflict.path, *(tuple(key.split(".")) for key in keys)]
+    # An autosized or default value has no location.
+    location = next((node.location for path in paths if (node := find(root, path))), location_of(root, paths[0]))
+    written = find(root, conflict.path)
+    value = plain(written) if written else get(config.model_dump(mode="json"), conflict.path)
+    what = conflict.found or found(value)
+    return Problem(location, dotted(conflict.path), what, conflict.allowed, conflict.nearest)
 
 
 class _Validation(Generic[Model]):
@@ -238,21 +250,13 @@ def _autosized_keys() -> list[str]:
     return [*walk(core_param_autosizer(data), ""), *walk(reasoning_param_autosizer(data), "")]
 
 
-def _known_values(
-    schema: schema_types.Schema, data: object, broken: set[Path], path: Path = ()
-) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every key that has a valid value or a default.
-
-    A written section is included as a mapping, or as None if it is null. A list with an invalid item is left out. So is
-    a mapping to lists with an invalid item.
-    """
+def _known_values(schema: schema_types.Schema, data: object, path: Path = ()) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every key that has a value or a default. A written section is included as a mapping, or as
+    None if it is null."""
     required = schema_types.required(schema)
     section = data if isinstance(data, Mapping) else {}
     for key, inner in schema_types.keys(schema, section).items():
         here = (*path, key)
-        is_list = isinstance(section.get(key), list) or (schema_types.free(inner) or {}).get("type") == "array"
-        if here in broken or (is_list and any(other[: len(here)] == here for other in broken)):
-            continue
         if key in section:
             yield dotted(here), section[key]
         elif key not in required and "default" in inner:
@@ -261,4 +265,4 @@ def _known_values(
             written = key in section or key in required
             absent = section.get(key) is None if written else inner.get("default", {}) is None
             if not absent:
-                yield from _known_values(inner, section.get(key, {}), broken, here)
+                yield from _known_values(inner, section.get(key, {}), here)

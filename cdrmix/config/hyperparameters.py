@@ -13,10 +13,8 @@ from typing import Any
 
 from cdrmix.config.batch_sizes import BatchSizes
 from cdrmix.config.mixer_layers import layer_mixers
-from cdrmix.config.rule import plugin_layers
 
 Values = Mapping[str, Any]  # dotted key to value, with the defaults of the schema
-COUNTING_KEYS: dict[str, str | None] = {"train.hyperparameters": "none", "train.tokens_per_parameter": None}
 RULE_READS = ("train.tokens_per_parameter", "data.row_length")  # besides the model
 SET_BY_A_RULE = ("train.steps", "train.batch_rows", "train.learning_rate")  # those without a default
 
@@ -138,17 +136,6 @@ def _sizes(values: Values, rows: int) -> BatchSizes:
     if isinstance(first, int) and isinstance(steps, int) and _positive(first) and _positive(steps) and first < rows:
         return BatchSizes(rows, first, steps)
     return BatchSizes.of(rows, None)
-
-
-def countable(value: str | float | None, layers: Mapping[str, object], kind: str) -> str | None:
-    """What is allowed for a key of COUNTING_KEYS in a model with parts of plugins, whose parameters are unknown here.
-
-    layers, kind: model.mixer_layers and model.feed_forward.kind. None: the value is allowed.
-    """
-    parts = plugin_layers(layers, kind)
-    if value in (None, "none") or not parts:
-        return None
-    return f"{'none' if isinstance(value, str) else 'null'}, because the parameters of {', '.join(parts)} are unknown"
 
 
 def round_rows(rows: float, micro: int) -> int:

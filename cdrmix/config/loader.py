@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import yaml
 
 from cdrmix.config import schema_types
 from cdrmix.config.check import Model, Problem, check, config_error
+from cdrmix.config.conflicts.conflict import Conflict
 from cdrmix.config.nodes import COMMAND_LINE, Location, Node, Scalar, find, found, merge, with_sections
 from cdrmix.errors import ConfigError
 from cdrmix.plugins import load_plugins
@@ -67,13 +68,19 @@ class _Writer(yaml.SafeDumper):
 _Writer.add_representer(str, _Writer.represent_str)
 
 
-def load_yaml(path: str | Path, overrides: Sequence[str], model: type[Model]) -> tuple[Model, Node]:
+def load_yaml(
+    path: str | Path,
+    overrides: Sequence[str],
+    model: type[Model],
+    conflicts: Callable[[Model], Iterable[Conflict]] = lambda _: (),
+) -> tuple[Model, Node]:
     """Reads a YAML file with all files it inherits from, applies overrides and autosizers, and validates.
 
     Args:
         path: a YAML file.
         overrides: `key.path=value` each, the value in YAML; a later one takes precedence.
         model: the class of the configuration.
+        conflicts: what combinations of its keys do not allow.
 
     Returns:
         The configuration, and what was written, with its locations.
@@ -90,7 +97,7 @@ def load_yaml(path: str | Path, overrides: Sequence[str], model: type[Model]) ->
     root = reader.file(Path(path), Location(str(path)), ()) or Node({}, Location(str(path)))
     if overriding := reader.overrides(overrides):
         root = merge(root, overriding, reader.tagged)
-    config, problems = check(root, reader.complete, model)
+    config, problems = check(root, reader.complete, model, conflicts)
     if reader.problems or problems or config is None:
         raise config_error(reader.problems + problems)
     return config, root

@@ -21,10 +21,9 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from cdrmix.config.batch_sizes import BatchSizes
+from cdrmix.config.batch_sizes import BatchSizes, BatchWarmup
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_objectives import Objectives
-from cdrmix.config.schema_training import BatchWarmup
 from cdrmix.data.batch import Batch, PartCount
 from cdrmix.data.curriculum import Mixture, make_mixture
 from cdrmix.data.objectives import PARTS

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.data.loader import make_batch
 from cdrmix.data.shards import Split
 from cdrmix.errors import CdrmixError

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.errors import ConfigError
 from cdrmix.hf.transformers_files import AUTO_MAP, MODEL_TYPE, code_files

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.durable import disk_guard, remove_remains, sync_file, sync_folder
 from cdrmix.errors import ConfigError
 from cdrmix.inference.rwkv_names import conflicts_of, to_official, unknown_names

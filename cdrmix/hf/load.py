@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_huggingface import HuggingFaceModel
+from cdrmix.config.schema_model import Model
 from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import CdrmixWarning, CheckpointError, ConfigError, VocabularyError
 from cdrmix.hf import adapters

@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cdrmix.config.schema import Config, Model, Rwkv
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model, Rwkv
 from cdrmix.errors import CheckpointError
 from cdrmix.inference.checkpoints import STORED_TYPES, type_name
 from cdrmix.inference.rwkv_names import (

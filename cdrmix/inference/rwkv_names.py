@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 
 # Official name -> (our name, shape). V vocabulary, D width, F width of the channel mix, H heads, N head size; the ranks
 # are W of the decay, A of the in-context learning rate, M of the value residual, G of the gate; 1 is a dimension of 1.

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.durable import write_atomically
 from cdrmix.errors import CdrmixError, CheckpointError, ConfigError
 from cdrmix.gpus import Gpu, gpu_by_name

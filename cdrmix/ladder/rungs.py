@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from cdrmix.config.loader import dump_yaml
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_data import Data
 from cdrmix.config.schema_ladder import Ladder, LadderFile
+from cdrmix.config.schema_model import Model
 from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
 from cdrmix.gpus import gpu_by_key

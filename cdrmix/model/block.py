@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.model.context import Context
 from cdrmix.model.depth import DepthRouter, Gate, Gated
 from cdrmix.model.fast_weights import FastWeightSpan, FastWeightUpdate, PlasticState

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix import ops
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.model.sequence import SequenceGroup, SequenceSlice, slice_of
 
 

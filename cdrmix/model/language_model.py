@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
-from cdrmix.config.rule import plugin_layers
-from cdrmix.config.schema import Model
+from cdrmix.config.names import plugin_layers
+from cdrmix.config.schema_model import Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.bigrams import BigramEmbedding, tokens_before, with_last_token
 from cdrmix.model.block import Block, BlockCache

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cdrmix import ops
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.model.initial_values import Draw, by_inputs, drawn, normal
 from cdrmix.model.tensor_parallel import Cut, Divisible
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 
 BEFORE_BLOCKS = ("embedding", "bigrams", "embedding_norm")
 

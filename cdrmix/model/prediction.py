@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.model.block import Block, BlockCache
 from cdrmix.model.context import Context, make_context

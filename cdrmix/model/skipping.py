@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.model.context import Context, Tokens, make_context
 from cdrmix.model.depth import Gate
 from cdrmix.model.feed_forward.router import Routed

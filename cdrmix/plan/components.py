@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from cdrmix.config.schema import Config, Train
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_training import Train
 from cdrmix.ops.backend import Platform
 from cdrmix.plan.trace import MicroBatch
 from cdrmix.training.zero import deepspeed_stage, shards_whole_parameters

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.data.chains import source_of
 from cdrmix.data.prepare import text_bytes
 from cdrmix.durable import folder_bytes, free_bytes

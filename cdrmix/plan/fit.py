@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.conflicts import conflicts
+from cdrmix.config.schema import Config
 from cdrmix.config.schema_huggingface import Lora
-from cdrmix.config.validators import conflicts
+from cdrmix.config.schema_model import Model
 from cdrmix.errors import ConfigError
 from cdrmix.plan.components import GPU_RUNTIME, MemoryPlan
 from cdrmix.plan.foreign import ForeignModelSize, foreign_size
@@ -308,21 +309,13 @@ def _shown(value: Any) -> str:
 
 def _runs(config: Config, processes: int) -> bool:
     """Whether a configuration whose keys were changed is valid, and runs on so many processes."""
-    if conflicts(dict(_values(config.model_dump(mode="json"), ""))):
+    if any(conflicts(config)):
         return False
     try:
         check_processes(config, processes)
     except ConfigError:
         return False
     return True
-
-
-def _values(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every key of a section, and of the sections in it."""
-    for key, value in section.items():
-        yield prefix + key, value
-        if isinstance(value, dict):
-            yield from _values(value, f"{prefix}{key}.")
 
 
 def _changed(config: Config, changes: dict[str, Any]) -> Config:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.plan.foreign import ForeignModelSize, foreign_size
 from cdrmix.plan.optimizer import optimizer_size
 from cdrmix.plan.parameters import count_parameters

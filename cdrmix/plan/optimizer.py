@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.layers import fused_matrices, parameter_kinds
 from cdrmix.training.optim import is_orthogonalized

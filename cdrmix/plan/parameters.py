@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.block import Block
 from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, DenseFeedForward, MoeFeedForward, SkippingFeedForward

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cdrmix.config.schema import Config, Model, Train
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
+from cdrmix.config.schema_training import Train
 from cdrmix.plan.components import micro_batches
 from cdrmix.plan.disk import Disk, disk_of
 from cdrmix.plan.fit import MAX_MEMORY_SHARE, Fit, Remedy, estimate_note, fit, nothing_fits

@@ -22,7 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cdrmix.config.schema import Config, Model, Train
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
+from cdrmix.config.schema_training import Train
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.loss import LossModel

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.config.schema_reasoning import EpisodesOfTask, Reasoning
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.tokenizer import TextTokenizer

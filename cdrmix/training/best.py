@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 
 from cdrmix.config.best_metric import OF_DOMAIN, held_out_figure, metric_and_mode
-from cdrmix.config.schema import Train
+from cdrmix.config.schema_training import Train
 from cdrmix.errors import ConfigError
 from cdrmix.training.checkpoint import Progress
 from cdrmix.training.metrics import StepRecord

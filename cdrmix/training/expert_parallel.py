@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.model.feed_forward.expert_parallel import ExpertGroup, ExpertParallelFeedForward
 from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, MoeFeedForward
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cdrmix.config.changes import changes
-from cdrmix.config.schema import Config, Model, Train
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
+from cdrmix.config.schema_training import Train
 from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import newest_whole_checkpoint, step_of
 from cdrmix.model.prediction import Depths

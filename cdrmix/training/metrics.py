@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cdrmix.config.schema import Model
 from cdrmix.config.schema_huggingface import HuggingFaceModel
+from cdrmix.config.schema_model import Model
 from cdrmix.eval.routing import CAPACITY, expert_load, routing_metrics
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cdrmix.config.schema import Train
 from cdrmix.config.schema_optimizer import Optimizer, ParameterGroup
+from cdrmix.config.schema_training import Train
 from cdrmix.model.layers import ParameterKind, fused_matrices, parameter_kinds
 from cdrmix.model.pipeline import is_copy, is_elsewhere
 from cdrmix.registry import Registry

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.model.loss import Losses
 from cdrmix.model.prediction import Depths
 from cdrmix.training.objective import StepTotals

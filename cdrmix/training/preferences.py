@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cdrmix.config.best_metric import PAIR_FIGURES
-from cdrmix.config.schema import Config, Dpo
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_training import Dpo
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.pairs import PairBatch, all_pairs

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from cdrmix.config.schema import Train
+from cdrmix.config.schema_training import Train
 from cdrmix.errors import CheckpointError
 from cdrmix.inference.checkpoints import list_checkpoints, pointed, read_manifest, step_of
 

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import Prefetcher, TrainLoader
 from cdrmix.model.depth import move_biases

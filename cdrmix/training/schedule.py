@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from cdrmix.config.schema import Train
 from cdrmix.config.schema_optimizer import Schedule
+from cdrmix.config.schema_training import Train
 
 
 def learning_rate(train: Train, step: int, schedule: Schedule | None = None) -> float:

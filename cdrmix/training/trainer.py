@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from cdrmix.config.schema import Train
+from cdrmix.config.schema_training import Train
 from cdrmix.errors import NonFiniteLossError, Preempted
 from cdrmix.peak_memory import peak
 from cdrmix.training.callbacks import Callback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cdrmix.config.schema import Train
+from cdrmix.config.schema_training import Train
 from cdrmix.errors import ConfigError
 
 Stage = Literal[0, 1, 2, 3]

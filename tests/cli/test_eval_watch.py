@@ -21,7 +21,7 @@ import pytest
 from forked import Forked
 from in_process import main
 
-from cdrmix.config.rule import BUILT_IN
+from cdrmix.config.names import BUILT_IN
 from cdrmix.config.schema import Config
 from cdrmix.eval.rows import read_rows
 from cdrmix.eval.suites import SUITES, suites

@@ -9,8 +9,11 @@ from counted import parameters_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdrmix.config.hyperparameters import countable, hyperparameters, model_size, round_rows
-from cdrmix.config.schema import Attention, Config, Depth, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.conflicts import conflicts
+from cdrmix.config.hyperparameters import hyperparameters, model_size, round_rows
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_layers import Depth, FeedForward
+from cdrmix.config.schema_model import Attention, Mamba, Model, Rwkv
 from cdrmix.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -207,10 +210,15 @@ def test_a_rule_is_for_models_of_this_package() -> None:
 def test_parts_of_plugins_have_no_rule() -> None:
     """The parameters of a plugin's mixer or feed-forward are unknown to the configuration."""
     layers = {"attention": [0], "mine": [1]}
-    assert countable("step-law", layers, "moe") == "none, because the parameters of mine are unknown"
-    assert countable(20.0, {}, "softsign") == "null, because the parameters of softsign are unknown"
-    assert countable("none", layers, "softsign") is countable(None, layers, "softsign") is None
-    assert countable("svend", {"mamba2": [1]}, "dense") is None
+    config = Config.from_yaml(CONFIGS / "cdrmix-core-tiny.yaml", ["train.hyperparameters=svend"])
+    for changes, name in (({"mixer_layers": layers}, "mine"), ({"feed_forward": {"kind": "softsign"}}, "softsign")):
+        model = config.cdrmix_model
+        if "feed_forward" in changes:
+            changes = {"feed_forward": model.feed_forward.model_copy(update=changes["feed_forward"])}
+        changed = config.model_copy(update={"model": model.model_copy(update=changes)})
+        told = {conflict.key: conflict.allowed for conflict in conflicts(changed)}
+        assert told["train.hyperparameters"] == f"none, because the parameters of {name} are unknown"
+    assert not [*conflicts(config)]
     values = model_values(CONFIGS / "cdrmix-core-tiny.yaml", hyperparameters="step-law", tokens_per_parameter=20)
     assert hyperparameters(values | {"model.mixer_layers": layers}) == {}
 

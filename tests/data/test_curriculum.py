@@ -14,8 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cdrmix.config.batch_sizes import BatchWarmup
 from cdrmix.config.schema_data import CurriculumStage
-from cdrmix.config.schema_training import BatchWarmup
 from cdrmix.data.curriculum import PERIOD, Mixture, interleave, make_mixture, period_slots, stratum_weights
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import Split, Stratum

@@ -8,7 +8,8 @@ import pytest
 import torch
 from public_rwkv7 import logits_of_the_package
 
-from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Model, Rwkv
 from cdrmix.errors import ConfigError
 from cdrmix.hf.export_rwkv import export_official_rwkv7, official_rwkv7_weights
 from cdrmix.model.language_model import LanguageModel

@@ -15,7 +15,8 @@ import torch
 from in_process import main
 
 import cdrmix
-from cdrmix.config.schema import Config, Model
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_model import Model
 from cdrmix.errors import ConfigError, LedgerError, Preempted
 from cdrmix.ladder import infrastructure
 from cdrmix.ladder.ledger import FIRST, Ledger, locked

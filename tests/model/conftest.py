@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 import torch
 
-from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
-from cdrmix.config.schema_layers import Bigrams
+from cdrmix.config.schema_layers import Bigrams, FeedForward
+from cdrmix.config.schema_model import Attention, Mamba, Model, Rwkv
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.model.language_model import LanguageModel
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("numba", reason="needs numba, which is not installed")
 
-from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
-from cdrmix.config.schema_layers import Bigrams, Depth
+from cdrmix.config.schema_layers import Bigrams, Depth, FeedForward
+from cdrmix.config.schema_model import Attention, Model, Rwkv
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.config.schema_reasoning import Controller as Settings
 from cdrmix.config.schema_reasoning import Memory, PlasticLora, Reasoning, Rl

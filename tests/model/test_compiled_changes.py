@@ -11,7 +11,8 @@ from torch.nn.utils import parametrize
 
 pytest.importorskip("numba", reason="needs numba, which is not installed")
 
-from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Model, Rwkv
 from cdrmix.config.schema_reasoning import Controller, Memory, PlasticLora, Reasoning, Rl
 from cdrmix.model import compiled
 from cdrmix.model.decoding import prefill

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Config, FeedForward
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_layers import FeedForward
 from cdrmix.errors import ConfigError
 from cdrmix.model.feed_forward.moe import DenseFeedForward
 from cdrmix.model.language_model import LanguageModel

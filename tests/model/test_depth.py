@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cdrmix import ops
-from cdrmix.config.schema import Attention, Depth, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema_layers import Depth, FeedForward
+from cdrmix.config.schema_model import Attention, Mamba, Model, Rwkv
 from cdrmix.kernels.common.products import multiply_on_all_threads, multiply_on_one_thread
 from cdrmix.model.cache import concatenated, select
 from cdrmix.model.context import Context, make_context

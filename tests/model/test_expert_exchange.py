@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cdrmix import ops
-from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Model, Rwkv
 from cdrmix.model.feed_forward import expert_parallel
 from cdrmix.model.feed_forward.expert_parallel import (
     ExpertGroup,

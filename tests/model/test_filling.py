@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cdrmix.config.schema import Attention, Depth, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema_layers import Depth, FeedForward
+from cdrmix.config.schema_model import Attention, Mamba, Model, Rwkv
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.model.context import Context, Tokens
 from cdrmix.model.depth import DepthRouter

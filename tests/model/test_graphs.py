@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
-from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
-from cdrmix.config.schema_layers import Bigrams, Depth
+from cdrmix.config.schema_layers import Bigrams, Depth, FeedForward
+from cdrmix.config.schema_model import Attention, Mamba, Model, Rwkv
 from cdrmix.config.schema_reasoning import Controller, Memory, PlasticLora, Reasoning, Rl
 from cdrmix.errors import ConfigError
 from cdrmix.model import graphs

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from cdrmix.config.schema import Model
 from cdrmix.config.schema_layers import Bigrams
+from cdrmix.config.schema_model import Model
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.model import initial_values
 from cdrmix.model.initial_values import (

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from cdrmix.config.rule import BUILT_IN
-from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.names import BUILT_IN
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Mamba, Model, Rwkv
 from cdrmix.model.context import Context, make_context
 from cdrmix.model.feed_forward.router import balance_routers
 from cdrmix.model.language_model import LanguageModel

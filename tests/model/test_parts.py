@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 
 from cdrmix import ops
-from cdrmix.config.schema import Attention as AttentionConfig
-from cdrmix.config.schema import FeedForward, Model, Rwkv
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention as AttentionConfig
+from cdrmix.config.schema_model import Model, Rwkv
 from cdrmix.model.context import make_context, rotary_angles
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.model.layers import parameter_kinds

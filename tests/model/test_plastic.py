@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Model, Rwkv
 from cdrmix.config.schema_reasoning import Controller, Memory, PlasticLora, Reasoning, Rl
 from cdrmix.model.cache import (
     branch,

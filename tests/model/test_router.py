@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import FeedForward
+from cdrmix.config.schema_layers import FeedForward
 from cdrmix.model.feed_forward.router import Router, balance_routers
 from cdrmix.model.language_model import LanguageModel
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cdrmix.config.schema import Attention, Config, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Mamba, Model, Rwkv
 from cdrmix.config.schema_prediction import Prediction
 from cdrmix.plan.parameters import count_parameters, parameter_table
 

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("pydantic", reason="needs pydantic, which is not installed")
 
-from cdrmix.config.schema import Config, Train
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_training import Train
 from cdrmix.reason.phase import phase_config
 
 Training = Callable[[Config, int, float], Config]

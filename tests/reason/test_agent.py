@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Attention, FeedForward, Model, Rwkv
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Model, Rwkv
 from cdrmix.config.schema_reasoning import Rl
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel

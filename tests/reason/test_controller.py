@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Mamba, Model, Rwkv
 from cdrmix.config.schema_reasoning import Controller as ControllerSection
 from cdrmix.config.schema_reasoning import Memory, PlasticLora, Reasoning, Rl
 from cdrmix.model.cache import fast_weights, tensors

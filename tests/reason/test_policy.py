@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cdrmix.config.schema import Attention, Config, FeedForward, Model, Run, Rwkv, Train
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Model, Rwkv
 from cdrmix.config.schema_reasoning import (
     Controller,
     EpisodesOfDocuments,
@@ -21,6 +23,8 @@ from cdrmix.config.schema_reasoning import (
     Reasoning,
     Rl,
 )
+from cdrmix.config.schema_run import Run
+from cdrmix.config.schema_training import Train
 from cdrmix.errors import ConfigError
 from cdrmix.model.language_model import LanguageModel
 from cdrmix.reason.agent import policy

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cdrmix.config.schema import Attention, FeedForward, Mamba, Model, Rwkv
+from cdrmix.config.schema_layers import FeedForward
+from cdrmix.config.schema_model import Attention, Mamba, Model, Rwkv
 from cdrmix.errors import NonFiniteLogitsError
 from cdrmix.inference.sampling import inverse
 from cdrmix.model.cache import flattened, select

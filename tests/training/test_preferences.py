@@ -18,7 +18,8 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
-from cdrmix.config.schema import Config, Dpo
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_training import Dpo
 from cdrmix.data.batch import Batch
 from cdrmix.data.pairs import PairBatch, PairLoader, all_pairs, make_pair_batch
 from cdrmix.data.prepare import prepare

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdrmix.config.schema import Train
 from cdrmix.config.schema_optimizer import Schedule
+from cdrmix.config.schema_training import Train
 from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 from cdrmix.model.layers import parameter_kinds

@@ -22,7 +22,8 @@ sys.path.append(str(Path(__file__).parent))  # conftest.py keeps it off the path
 from saved_state import FINGERPRINTS, loads_the_state
 
 from cdrmix import ops
-from cdrmix.config.schema import Config, Train
+from cdrmix.config.schema import Config
+from cdrmix.config.schema_training import Train
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.shards import open_shards
 from cdrmix.errors import CdrmixError

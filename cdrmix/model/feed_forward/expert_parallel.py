@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.model.feed_forward.moe import EXPERT_PARAMETERS, MoeFeedForward
 from cdrmix.model.initial_values import narrowed
 from cdrmix.ops.backend import compute_dtype

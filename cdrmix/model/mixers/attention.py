@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cdrmix import ops
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.model.context import Context
 from cdrmix.model.layers import linear
 from cdrmix.model.mixers.base import MIXERS, Mixed, Mixer

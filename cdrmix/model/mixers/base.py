@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.tensor_parallel import Divisible

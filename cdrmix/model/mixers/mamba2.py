@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cdrmix import ops
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Routed
 from cdrmix.model.initial_values import Tile, by_inputs, drawn, uniform

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cdrmix import ops
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.model.context import Context
 from cdrmix.model.feed_forward.router import Router
 from cdrmix.model.initial_values import by_inputs, drawn, zeros

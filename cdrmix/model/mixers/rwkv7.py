@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cdrmix import ops
-from cdrmix.config.schema import Model
+from cdrmix.config.schema_model import Model
 from cdrmix.model.context import Context
 from cdrmix.model.initial_values import drawn, orthogonal, zeros
 from cdrmix.model.layers import elementwise, linear
