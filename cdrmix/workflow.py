@@ -52,6 +52,7 @@ from cdrmix.reason.evaluation import evaluate_stage_b
 from cdrmix.reason.session import Session
 from cdrmix.reason.sources import check_episodes, fingerprint_of_questions
 from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
+from cdrmix.records import read_records
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import free_memory, restored_settings
@@ -204,6 +205,7 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
         sweep_root(Path(config.run.root).expanduser())
         run = find_run(config, resume, to_standard_error) if resume else None
         if run is not None:
+            read_records(run.metrics_jsonl)  # refused here if it is damaged, before any work
             check_disk(config, run.path, run.say)
             run.say(f"Continuing {run.path} ({config.run.name}, seed {config.run.seed})")
             return run.path
@@ -359,7 +361,7 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device, watc
         summary = run.summary()
         if before := summary.get("held_out_before"):
             run.say(f"Bits per byte before (step {summary.get('held_out_before_step', 0)}) and after:")
-            run.say("\n".join(text_table(changes(before, summary["held_out"]))))
+            run.say("\n".join(text_table(changes(before, figures.as_json()))))
     if (
         isinstance(loaded, Loaded)
         and loaded.config.reasoning is not None

@@ -13,12 +13,12 @@ from typing import Protocol
 from cdrmix.config.schema import Train
 from cdrmix.errors import NonFiniteLossError, Preempted
 from cdrmix.peak_memory import peak
+from cdrmix.records import Record, StepRecord
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Progress, Saver
 from cdrmix.training.digests import DigestFile
 from cdrmix.training.engine import Engine
 from cdrmix.training.faults import NORM, WHEN_SKIPPED, Skips, StopRequest, TooManySkips
-from cdrmix.training.metrics import Record, StepRecord
 from cdrmix.training.objective import Objective, StepAccumulator, StepFacts, StepTotals
 from cdrmix.training.schedule import group_rates, learning_rate
 from cdrmix.training.threads import ThreadChoice

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from in_process import main
+from json_rows import read_metrics
 
 from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError
 from cdrmix.hf.card import model_card
 from cdrmix.inference.checkpoints import read_manifest
 from cdrmix.json_text import parse_json
-from cdrmix.run_folder import SUMMARY, RunFolder, read_metrics
+from cdrmix.run_folder import SUMMARY, RunFolder
 from cdrmix.training.checkpoint import read_progress
 
 Arguments = Callable[..., list[str]]
