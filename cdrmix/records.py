@@ -35,6 +35,7 @@ def _at_most_largest(value: float) -> float:
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Duration = Annotated[float, Field(ge=0, le=1e12)]  # seconds
+Share = Annotated[float, Field(ge=0, le=1)]
 # `cdrmix.run_folder.finite` writes what is not finite as null. It is read as NaN, or as None where None is allowed.
 Number = Annotated[float, BeforeValidator(_nan_of_null)]
 Figure = Annotated[Number, AfterValidator(_at_most_largest)]
@@ -71,7 +72,7 @@ class StepRecord:
     memory_gib: Figure
     routers: list[str] = field(default_factory=list)
     router: dict[str, list[Figure]] = field(default_factory=dict)
-    load: list[list[Figure]] = field(default_factory=list)
+    load: list[list[Share]] = field(default_factory=list)
     depth: dict[str, Figure] = field(default_factory=dict)
     valid_bits_per_byte: Measured = None
     valid_loss: Measured = None

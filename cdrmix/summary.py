@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Annotated, Any
 
@@ -112,7 +113,8 @@ class Summary(_Open):
 def read_summary(text: str | bytes) -> dict[str, Any]:
     """The keys in the text of a metrics.json; {} if it is no JSON object.
 
-    A key whose value, or a part of it, has not its type is missing: a run may come from elsewhere, and makes it again.
+    A key whose value, or a part of it, has not its type is missing, and so is one that is nested too deep or is no
+    text of Unicode: a run may come from elsewhere, and makes it again.
     A figure that is null, because it was not finite, is NaN.
     """
     try:
@@ -121,11 +123,8 @@ def read_summary(text: str | bytes) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         return {}
-    try:
-        read = Summary.model_validate_json(json.dumps(data))
-    except ValidationError as error:
-        wrong = {detail["loc"][0] for detail in error.errors(include_url=False)}
-        data = {key: value for key, value in data.items() if key not in wrong}
-        read = Summary.model_validate_json(json.dumps(data))
-    values = read.model_dump(exclude_unset=True)
-    return {key: values[key] for key in data}  # in the order of the file
+    read: dict[str, Any] = {}
+    for key, value in data.items():
+        with contextlib.suppress(ValidationError, RecursionError):
+            read |= Summary.model_validate_json(json.dumps({key: value})).model_dump(exclude_unset=True)
+    return read

@@ -41,9 +41,9 @@ class _Row:
     """What readers need of a row."""
 
     step: Count
-    sha256: str | None
-    suite: str | None
     status: str
+    sha256: str | None = None
+    suite: str | None = None
     reason: str | None = None
     measures: list[_Measure] = field(default_factory=list)
     options: Any = None
