@@ -189,11 +189,15 @@ class DigestRow:
 
 
 class Line(NamedTuple):
-    """A line of a file. where: path and number, for messages. data: of its JSON; None if it is no JSON object."""
+    """A line of a file. where: path and number, for messages. data: of its JSON; None if it is no JSON object.
+
+    problem: why it is none.
+    """
 
     where: str
     text: bytes
     data: dict[str, Any] | None
+    problem: str
 
 
 def complete_lines(path: Path) -> list[Line]:
@@ -205,13 +209,14 @@ def complete_lines(path: Path) -> list[Line]:
     texts = [(number, text) for number, text in numbered if text.strip()]
     lines = []
     for number, text in texts:
+        data, problem = None, f"found {text[:SHOWN]!r}; allowed: a JSON object"
         try:
             data = parse_json(text)
-        except ValueError:
+        except ValueError as error:
             if number == texts[-1][0]:
                 break
-            data = None
-        lines.append(Line(f"{path}:{number}", text, data if isinstance(data, dict) else None))
+            problem = f"is not JSON: {error}"
+        lines.append(Line(f"{path}:{number}", text, data if isinstance(data, dict) else None, problem))
     return lines
 
 
@@ -221,7 +226,7 @@ def read_line(line: Line, kind: type[Kind]) -> Kind:
     Keys that the kind does not have are of another version of cdrmix, and are left out.
     """
     if line.data is None:
-        raise damaged(line, f"found {line.text[:SHOWN]!r}; allowed: a JSON object")
+        raise damaged(line, line.problem)
     try:
         return _adapter(kind).validate_json(line.text, strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
