@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -246,6 +248,11 @@ def read_lines(path: Path, kind: type[Kind]) -> list[Kind]:
 def read_record(line: Line) -> Record:
     """The record in a line of metrics.jsonl. Raises ConfigError as `read_line`."""
     return read_line(line, PhaseRecord) if "phase" in (line.data or {}) else read_line(line, StepRecord)
+
+
+def step_record(fields: Mapping[str, Any]) -> StepRecord:
+    """The record with these fields, from the state of a checkpoint. Raises ValueError if it is none."""
+    return _adapter(StepRecord).validate_json(json.dumps(fields), strict=True)
 
 
 def read_records(path: Path) -> Records:

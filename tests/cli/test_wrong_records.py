@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import math
@@ -16,12 +17,13 @@ from in_process import main
 from json_rows import read_metrics
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import ConfigError
+from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.hf.card import model_card
 from cdrmix.records import PhaseRecord, StepRecord, read_records
 from cdrmix.report import domains, parts, report, stage_b, suites
 from cdrmix.run_folder import RunFolder
 from cdrmix.summary import Summary
+from cdrmix.training.checkpoint import read_progress
 from cdrmix.training.metrics import scalars
 
 Captured = pytest.CaptureFixture[str]
@@ -304,3 +306,18 @@ def test_json_that_no_text_can_show(value: str, run: Path, capsys: Captured) -> 
     (run / "rollouts.jsonl").write_text(rows)
     assert main(["report", str(run)]) == 2
     assert f"{run / 'rollouts.jsonl'}:1: " in capsys.readouterr().err
+
+
+def test_a_step_that_waits_for_its_validation(run: Path) -> None:
+    """Its record is in the state of the checkpoint."""
+    path = run / "checkpoints" / "step-00000004" / "state.json"
+    state = json.loads(path.read_text())
+    for fields, right in (
+        (step(4), True),
+        (step(4) | {"loss": None}, True),
+        ({"step": 4}, False),
+        ({**step(4), "load": 1}, False),
+    ):
+        path.write_text(json.dumps(state | {"progress": state["progress"] | {"unvalidated": fields}}))
+        with contextlib.nullcontext() if right else pytest.raises(CheckpointError, match=r"state\.json"):
+            assert read_progress(path.parent).unvalidated == fields
