@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import AfterValidator, Base64Bytes, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from cdrmix.config.best_metric import OF_DOMAIN
+from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
 from cdrmix.json_text import parse_json
 
@@ -220,6 +221,18 @@ def complete_lines(path: Path) -> list[Line]:
             problem = f"is not JSON: {error}"
         lines.append(Line(f"{path}:{number}", text, data if isinstance(data, dict) else None, problem))
     return lines
+
+
+def write_lines(path: Path, texts: Iterable[bytes]) -> None:
+    """Replaces a file of JSON lines. texts: without line ends."""
+    write_atomically(path, b"".join(text + b"\n" for text in texts))
+
+
+def end_last_line(path: Path) -> None:
+    """Removes a last line that a kill cut off, so that what is appended is a line of its own."""
+    written = path.read_bytes() if path.exists() else b""
+    if written and not written.endswith(b"\n"):
+        write_lines(path, (line.text for line in complete_lines(path)))
 
 
 def read_line(line: Line, kind: type[Kind]) -> Kind:

@@ -18,7 +18,7 @@ from cdrmix.config.changes import Change, changes, difference, listed
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard, lock_file, write_atomically
 from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError
-from cdrmix.records import Extension, complete_lines, read_line, read_lines, read_record
+from cdrmix.records import Extension, complete_lines, read_line, read_lines, read_record, write_lines
 from cdrmix.summary import read_summary
 
 EXTENSIONS = "extensions.jsonl"
@@ -167,7 +167,7 @@ class RunFolder:
         # First the record, which names both hashes: after a kill in between the same command goes on.
         lines = complete_lines(self.path / EXTENSIONS)
         kept = [line.text for line in lines if read_line(line, Extension).after != config.hash()]
-        write_atomically(self.path / EXTENSIONS, _joined([*kept, json.dumps(row).encode()]))
+        write_lines(self.path / EXTENSIONS, [*kept, json.dumps(row).encode()])
         self.update_summary({"config_hash": config.hash(), "finished": False})
         self._replace_config(config)
         self.say(f"Extended after step {step}: {listed(changed)}")
@@ -348,7 +348,7 @@ class RunFolder:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         kept = [line.text for line in complete_lines(self.faults)]
         with disk_guard(f"{self.faults}", "Free some space, then continue with --resume auto."):
-            write_atomically(self.faults, _joined([*kept, json.dumps({"time": now, **fault}).encode()]))
+            write_lines(self.faults, [*kept, json.dumps({"time": now, **fault}).encode()])
 
     def add_rollouts(self, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """Appends rollouts to rollouts.jsonl."""
@@ -372,7 +372,7 @@ class RunFolder:
         for path in (self.faults, self.digests, self.rollouts):
             if self.writes and path.exists():
                 # A line that cannot be read stays, for a person to see.
-                write_atomically(path, _joined(line.text for line in complete_lines(path) if stays(line.data or {})))
+                write_lines(path, (line.text for line in complete_lines(path) if stays(line.data or {})))
 
     def summary(self) -> dict[str, Any]:
         """The contents of metrics.json (cdrmix.summary.Summary); {} if it is missing or incomplete."""
@@ -444,7 +444,7 @@ class RunFolder:
         kept = [line.text for line, of_line in zip(lines, steps, strict=True) if of_line <= step]
         removed = len(self.metrics_jsonl.read_bytes().splitlines()) - len(kept)
         self.update_summary({RECORDED: max(steps, default=0)})
-        write_atomically(self.metrics_jsonl, _joined(kept))
+        write_lines(self.metrics_jsonl, kept)
         return removed
 
 
@@ -495,10 +495,6 @@ def _age(path: Path) -> tuple[str, int]:
     timestamp, _, rest = path.name.partition("-")
     number = rest.partition("-")[2]
     return timestamp, int(number) if number.isdigit() else 1
-
-
-def _joined(lines: Iterable[bytes]) -> bytes:
-    return b"".join(line + b"\n" for line in lines)
 
 
 def environment(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:

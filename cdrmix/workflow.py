@@ -23,6 +23,7 @@ from cdrmix.data.shards import ShardSet, open_shards
 from cdrmix.durable import remove_remains, sha256_file
 from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, ExportMismatchError
 from cdrmix.eval.changes import changes, text_table
+from cdrmix.eval.rows import read_rows
 from cdrmix.evaluate import held_out_table, measure, to_standard_error
 from cdrmix.hf.adapters import WEIGHTS as ADAPTERS
 from cdrmix.hf.build import build_foreign
@@ -52,7 +53,7 @@ from cdrmix.reason.evaluation import evaluate_stage_b
 from cdrmix.reason.session import Session
 from cdrmix.reason.sources import check_episodes, fingerprint_of_questions
 from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
-from cdrmix.records import read_records
+from cdrmix.records import Rollout, read_lines, read_records
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import free_memory, restored_settings
@@ -205,7 +206,7 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
         sweep_root(Path(config.run.root).expanduser())
         run = find_run(config, resume, to_standard_error) if resume else None
         if run is not None:
-            read_records(run.metrics_jsonl)  # refused here if it is damaged, before any work
+            _check_records(run)
             check_disk(config, run.path, run.say)
             run.say(f"Continuing {run.path} ({config.run.name}, seed {config.run.seed})")
             return run.path
@@ -221,6 +222,13 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
     if world.is_main_process:
         note_run(path, config.hash())
     return RunFolder.open(path, writes=world.is_main_process)
+
+
+def _check_records(run: RunFolder) -> None:
+    """Raises ConfigError for a damaged file of records: before any work, and not by the report at the end."""
+    read_records(run.metrics_jsonl)
+    read_rows(run.evaluation_rows)
+    read_lines(run.rollouts, Rollout)
 
 
 def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> ShardSet:

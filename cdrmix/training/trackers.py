@@ -13,11 +13,10 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from cdrmix.config.schema import Config
-from cdrmix.durable import write_atomically
 from cdrmix.errors import ConfigError
 from cdrmix.eval.rows import read_rows
 from cdrmix.eval.rows import scalars as row_scalars
-from cdrmix.records import Record, complete_lines, read_records
+from cdrmix.records import Record, end_last_line, read_records
 from cdrmix.run_folder import RECORDED, RunFolder, finite
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.metrics import scalars
@@ -102,9 +101,7 @@ class JsonLines:
 
     def __init__(self, run: RunFolder) -> None:
         self._path = run.metrics_jsonl
-        written = self._path.read_bytes() if self._path.exists() else b""
-        if written and not written.endswith(b"\n"):  # a killed run may have left half a line
-            write_atomically(self._path, b"".join(line.text + b"\n" for line in complete_lines(self._path)))
+        end_last_line(self._path)  # a killed run may have left half of one
 
     def write(self, record: Record) -> None:
         with self._path.open("a", encoding="utf-8") as file:

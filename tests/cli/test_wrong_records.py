@@ -19,7 +19,7 @@ from json_rows import read_metrics
 from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.hf.card import model_card
-from cdrmix.records import PhaseRecord, StepRecord, read_records
+from cdrmix.records import PhaseRecord, StepRecord, end_last_line, read_records
 from cdrmix.report import domains, parts, report, stage_b, suites
 from cdrmix.run_folder import RunFolder
 from cdrmix.summary import Summary
@@ -321,3 +321,18 @@ def test_a_step_that_waits_for_its_validation(run: Path) -> None:
         path.write_text(json.dumps(state | {"progress": state["progress"] | {"unvalidated": fields}}))
         with contextlib.nullcontext() if right else pytest.raises(CheckpointError, match=r"state\.json"):
             assert read_progress(path.parent).unvalidated == fields
+
+
+def test_what_is_appended_after_a_torn_line_is_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for before, kept in (
+        ('{"a": 1}\n{"a', ['{"a": 1}']),
+        ('{"a": 1}', ['{"a": 1}']),
+        ('{"a": 1}\n', ['{"a": 1}']),
+        ("", []),
+    ):
+        path.write_text(before)
+        end_last_line(path)
+        with path.open("a") as file:
+            file.write('{"b": 2}\n')
+        assert path.read_text().splitlines() == [*kept, '{"b": 2}']
