@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -203,24 +203,21 @@ class Line(NamedTuple):
     problem: str
 
 
-def complete_lines(path: Path) -> list[Line]:
-    """The lines of a file of JSON lines; without a last one that is no JSON, which a kill cut off. [] without the file.
-
-    Empty lines are left out.
+def complete_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file of JSON lines; without a last one that is no JSON, which a kill cut off; none without the
+    file. Empty lines are left out.
     """
     numbered = enumerate(path.read_bytes().splitlines(), 1) if path.exists() else ()
     texts = [(number, text) for number, text in numbered if text.strip()]
-    lines = []
     for number, text in texts:
         data, problem = None, f"found {text[:SHOWN]!r}; allowed: a JSON object"
         try:
             data = parse_json(text)
         except ValueError as error:
             if number == texts[-1][0]:
-                break
+                return
             problem = f"is not JSON: {error}"
-        lines.append(Line(f"{path}:{number}", text, data if isinstance(data, dict) else None, problem))
-    return lines
+        yield Line(f"{path}:{number}", text, data if isinstance(data, dict) else None, problem)
 
 
 def write_lines(path: Path, texts: Iterable[bytes]) -> None:

@@ -439,11 +439,10 @@ class RunFolder:
         """
         if not self.writes or not self.metrics_jsonl.exists():
             return 0
-        lines = complete_lines(self.metrics_jsonl)
-        steps = [read_record(line).step for line in lines]
-        kept = [line.text for line, of_line in zip(lines, steps, strict=True) if of_line <= step]
+        read = [(read_record(line).step, line.text) for line in complete_lines(self.metrics_jsonl)]
+        kept = [text for of_line, text in read if of_line <= step]
         removed = len(self.metrics_jsonl.read_bytes().splitlines()) - len(kept)
-        self.update_summary({RECORDED: max(steps, default=0)})
+        self.update_summary({RECORDED: max((of_line for of_line, _ in read), default=0)})
         write_lines(self.metrics_jsonl, kept)
         return removed
 
