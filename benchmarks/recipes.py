@@ -39,10 +39,10 @@ from cdrmix.data.prepare import prepare
 from cdrmix.errors import CdrmixError, ConfigError
 from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.reason.experiments.table import estimate, table
+from cdrmix.records import StepRecord
 from cdrmix.run_folder import RunFolder
 from cdrmix.training import stage_a
 from cdrmix.training.callbacks import Callback
-from cdrmix.training.metrics import StepRecord
 
 ROOT = Path(__file__).parents[1]
 PROBE_STEPS, PROBES = 24, 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from cdrmix.errors import CheckpointError
 from cdrmix.hf.export import exported_step
 from cdrmix.inference.checkpoints import has_average, read_weights, step_of
 from cdrmix.inference.load import SUMS, final_weights, read_safetensors, verify
-from cdrmix.run_folder import read_metrics, read_rows
+from cdrmix.records import DigestNames, DigestRow, complete_lines, damaged, read_line, read_records
 
 
 @dataclass(frozen=True)
@@ -120,12 +119,15 @@ class _Step(NamedTuple):
 def _steps(path: Path) -> dict[int, _Step]:
     found: dict[int, _Step] = {}
     names: list[str] = []
-    for row in read_rows(path):
-        if "parameters" in row:
-            names = row["parameters"]
-        else:
-            values = (np.frombuffer(base64.b64decode(row[kind]), "<i4").tolist() for kind in ("state", "weights"))
-            found[row["step"]] = _Step(row["loss"], *(dict(zip(names, each, strict=True)) for each in values))
+    for line in complete_lines(path):
+        if "parameters" in (line.data or {}):
+            names = read_line(line, DigestNames).parameters
+            continue
+        row = read_line(line, DigestRow)
+        digests = [np.frombuffer(each[: len(each) // 4 * 4], "<i4").tolist() for each in (row.state, row.weights)]
+        if {*map(len, digests)} != {len(names)}:
+            raise damaged(line, f"state, weights: allowed: the digests of {len(names)} parameters, 4 bytes of each")
+        found[row.step] = _Step(row.loss, *(dict(zip(names, each, strict=True)) for each in digests))
     return found
 
 
@@ -147,10 +149,11 @@ def _first_digest_difference(path_a: Path, path_b: Path) -> list[str]:
 
 def first_metric_difference(path_a: Path, path_b: Path) -> str | None:
     """Describes the first step whose loss or gradient norm differs in the two metrics.jsonl; None if there is none."""
-    rows_b = {row["step"]: row for row in read_metrics(path_b / "metrics.jsonl")}
-    for row in read_metrics(path_a / "metrics.jsonl"):
-        row_b = rows_b.get(row["step"])
-        for name in ("loss", "gradient_norm"):
-            if row_b is not None and row.get(name) != row_b.get(name):
-                return f"{name} first differs at step {row['step']}: {row.get(name)!r} and {row_b.get(name)!r}"
+    of_a, of_b = (read_records(path / "metrics.jsonl") for path in (path_a, path_b))
+    records_b = {record.step: record for record in of_b.all}
+    for a in of_a.all:
+        b = records_b.get(a.step, a)
+        for name, one, other in (("loss", a.loss, b.loss), ("gradient_norm", a.gradient_norm, b.gradient_norm)):
+            if str(one) != str(other):  # NaN equals itself
+                return f"{name} first differs at step {a.step}: {one!r} and {other!r}"
     return None

@@ -85,7 +85,7 @@ def _own_shards(model: Path, config: Config) -> ShardSet | None:
     folder = _folder(model).resolve()
     run = folder if (folder / "metrics.json").is_file() else folder.parent  # of an export in its run
     corpus = RunFolder(run, writes=False).summary().get("corpus", {})
-    if not isinstance(corpus, dict) or not isinstance(recorded := corpus.get("shards"), str):
+    if (recorded := corpus.get("shards")) is None:
         return None
     for path in (Path(recorded), Path(config.data.cache).expanduser() / Path(recorded).name):
         index = path / "index.json"

@@ -18,26 +18,12 @@ from cdrmix.config.changes import Change, changes, difference, listed
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard, lock_file, write_atomically
 from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError
-from cdrmix.json_text import parse_json
+from cdrmix.records import Extension, complete_lines, read_line, read_lines, read_record, write_lines
+from cdrmix.summary import read_summary
 
 EXTENSIONS = "extensions.jsonl"
 RECORDED = "recorded_step"  # key of metrics.json
 PACKAGES = ("cdrmix", "torch", "deepspeed", "numpy", "tokenizers", "safetensors", "pydantic", "triton", "numba")
-
-
-# The types of the keys of metrics.json.
-SUMMARY: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("corpus", "demonstration", "environment", "export", "held_out", "held_out_before"), dict),
-    **dict.fromkeys(("mechanisms", "parameters", "sample", "stage_a", "stage_b"), dict),
-    **dict.fromkeys(("held_out_before_step", "held_out_step", "mechanisms_step", "restarts"), int),
-    **dict.fromkeys(("config_hash", "mirror_id", "mlflow_run", "name", "not_trained"), str),
-    **dict.fromkeys(("questions_fingerprint", "started", "text_fingerprint"), str),
-    "evaluations_logged": int,
-    RECORDED: int,
-    "finished": bool,
-    "lost_seconds": (int, float),
-    "trackers": list,
-}
 
 
 class RunFolder:
@@ -179,8 +165,9 @@ class RunFolder:
         keys = {each.key: [each.before, each.after] for each in changed}
         row = {"time": now, "step": step, "from": before, "to": config.hash(), "keys": keys}
         # First the record, which names both hashes: after a kill in between the same command goes on.
-        rows = [each for each in self.extensions if each.get("to") != config.hash()]
-        write_atomically(self.path / EXTENSIONS, "".join(json.dumps(each) + "\n" for each in [*rows, row]))
+        lines = complete_lines(self.path / EXTENSIONS)
+        kept = [line.text for line in lines if read_line(line, Extension).after != config.hash()]
+        write_lines(self.path / EXTENSIONS, [*kept, json.dumps(row).encode()])
         self.update_summary({"config_hash": config.hash(), "finished": False})
         self._replace_config(config)
         self.say(f"Extended after step {step}: {listed(changed)}")
@@ -190,9 +177,9 @@ class RunFolder:
         self.update_summary({"name": config.run.name})
 
     @property
-    def extensions(self) -> list[dict[str, Any]]:
-        """The changes by `extend`: of each the time, the step, the hashes before and after, and the keys."""
-        return read_rows(self.path / EXTENSIONS)
+    def extensions(self) -> list[Extension]:
+        """The changes by `extend`. Raises ConfigError if extensions.jsonl is damaged."""
+        return read_lines(self.path / EXTENSIONS, Extension)
 
     def made_by(self, config_hash: str, config: Config) -> bool:
         """Whether a checkpoint of a configuration with that hash is one of the run under this configuration.
@@ -203,8 +190,8 @@ class RunFolder:
             self.summary().get("config_hash") == config.hash() and config_hash in self._former_hashes()
         )
 
-    def _former_hashes(self) -> list[object]:
-        return [each.get("from") for each in self.extensions]
+    def _former_hashes(self) -> list[str | None]:
+        return [each.before for each in self.extensions]
 
     @property
     def config_snapshot(self) -> Path:
@@ -359,9 +346,9 @@ class RunFolder:
 
     def _add_fault(self, fault: Mapping[str, Any]) -> None:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        kept = read_rows(self.faults)  # without a last line that a kill cut off
+        kept = [line.text for line in complete_lines(self.faults)]
         with disk_guard(f"{self.faults}", "Free some space, then continue with --resume auto."):
-            write_atomically(self.faults, "".join(json.dumps(each) + "\n" for each in [*kept, {"time": now, **fault}]))
+            write_lines(self.faults, [*kept, json.dumps({"time": now, **fault}).encode()])
 
     def add_rollouts(self, rollouts: Sequence[Mapping[str, Any]]) -> None:
         """Appends rollouts to rollouts.jsonl."""
@@ -377,25 +364,22 @@ class RunFolder:
 
         resumed: so are the rollbacks after it. False: the run itself goes back, and they stay.
         """
+
+        def stays(row: Mapping[str, Any]) -> bool:
+            at = row.get("step", 0)
+            return not isinstance(at, int) or at <= step or ("rollback" in row and not resumed)
+
         for path in (self.faults, self.digests, self.rollouts):
             if self.writes and path.exists():
-                kept = [
-                    each
-                    for each in read_rows(path)
-                    if each.get("step", 0) <= step or ("rollback" in each and not resumed)
-                ]
-                write_atomically(path, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in kept))
+                # A line that cannot be read stays, for a person to see.
+                write_lines(path, (line.text for line in complete_lines(path) if stays(line.data or {})))
 
     def summary(self) -> dict[str, Any]:
-        """The contents of metrics.json; {} if it is missing or incomplete. A key without its type (SUMMARY) is missing,
-        for a run may come from elsewhere."""
+        """The contents of metrics.json (cdrmix.summary.Summary); {} if it is missing or incomplete."""
         try:
-            summary = parse_json(self.metrics_json.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # ValueError: neither JSON nor UTF-8
+            return read_summary(self.metrics_json.read_bytes())
+        except FileNotFoundError:
             return {}
-        if not isinstance(summary, dict):
-            return {}
-        return {key: value for key, value in summary.items() if isinstance(value, SUMMARY.get(key, object))}
 
     def update_summary(self, values: Mapping[str, Any]) -> None:
         """Sets keys of metrics.json. The file is replaced atomically."""
@@ -451,16 +435,16 @@ class RunFolder:
         """Removes the rows of metrics.jsonl after `step`, so that a resumed run has each step once.
 
         Returns the number of removed rows. An incomplete last line counts as one. metrics.json then has the last step
-        that was recorded before: trackers have got it.
+        that was recorded before: trackers have got it. Raises ConfigError if a line is damaged, before any change.
         """
         if not self.writes or not self.metrics_jsonl.exists():
             return 0
-        lines = self.metrics_jsonl.read_text(encoding="utf-8", errors="replace").splitlines()
-        rows = read_metrics(self.metrics_jsonl)
-        kept = [row for row in rows if row["step"] <= step]
-        self.update_summary({RECORDED: max((row["step"] for row in rows), default=0)})
-        write_atomically(self.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in kept))
-        return len(lines) - len(kept)
+        read = [(read_record(line).step, line.text) for line in complete_lines(self.metrics_jsonl)]
+        kept = [text for of_line, text in read if of_line <= step]
+        removed = len(self.metrics_jsonl.read_bytes().splitlines()) - len(kept)
+        self.update_summary({RECORDED: max((of_line for of_line, _ in read), default=0)})
+        write_lines(self.metrics_jsonl, kept)
+        return removed
 
 
 def check_text(before: str, now: str, origin: Path) -> None:
@@ -510,26 +494,6 @@ def _age(path: Path) -> tuple[str, int]:
     timestamp, _, rest = path.name.partition("-")
     number = rest.partition("-")[2]
     return timestamp, int(number) if number.isdigit() else 1
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl. A line that is not a complete JSON object with a step (after a kill) is left out."""
-    return [row for row in read_rows(path) if isinstance(row.get("step"), int)]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete JSON objects of a file with one on each line; [] without the file."""
-    rows: list[dict[str, Any]] = []
-    if not path.exists():
-        return rows
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
 
 
 def environment(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:

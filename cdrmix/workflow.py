@@ -24,6 +24,7 @@ from cdrmix.data.shards import ShardSet, open_shards
 from cdrmix.durable import remove_remains, sha256_file
 from cdrmix.errors import CdrmixError, CheckpointError, ConfigError, ExportMismatchError
 from cdrmix.eval.changes import changes, text_table
+from cdrmix.eval.rows import read_rows
 from cdrmix.evaluate import held_out_table, measure, to_standard_error
 from cdrmix.hf.adapters import WEIGHTS as ADAPTERS
 from cdrmix.hf.build import build_foreign
@@ -53,6 +54,7 @@ from cdrmix.reason.evaluation import evaluate_stage_b
 from cdrmix.reason.session import Session
 from cdrmix.reason.sources import check_episodes, fingerprint_of_questions
 from cdrmix.reason.stage_b import check_stage_b, spans, train_stage_b
+from cdrmix.records import Rollout, read_lines, read_records
 from cdrmix.report.report import write_report
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import free_memory, restored_settings
@@ -205,6 +207,7 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
         sweep_root(Path(config.run.root).expanduser())
         run = find_run(config, resume, to_standard_error) if resume else None
         if run is not None:
+            _check_records(run)
             check_disk(config, run.path, run.say)
             run.say(f"Continuing {run.path} ({config.run.name}, seed {config.run.seed})")
             return run.path
@@ -220,6 +223,13 @@ def _run_folder(config: Config, resume: str | None, world: DistributedContext) -
     if world.is_main_process:
         note_run(path, config.hash())
     return RunFolder.open(path, writes=world.is_main_process)
+
+
+def _check_records(run: RunFolder) -> None:
+    """Raises ConfigError for a damaged file of records: before any work, and not by the report at the end."""
+    read_records(run.metrics_jsonl)
+    read_rows(run.evaluation_rows)
+    read_lines(run.rollouts, Rollout)
 
 
 def _prepare(config: Config, run: RunFolder, world: DistributedContext) -> ShardSet:
@@ -360,7 +370,7 @@ def _after_training(run: RunFolder, shards: ShardSet, device: torch.device, watc
         summary = run.summary()
         if before := summary.get("held_out_before"):
             run.say(f"Bits per byte before (step {summary.get('held_out_before_step', 0)}) and after:")
-            run.say("\n".join(text_table(changes(before, summary["held_out"]))))
+            run.say("\n".join(text_table(changes(before, figures.as_json()))))
     if (
         isinstance(loaded, Loaded)
         and loaded.config.reasoning is not None

@@ -29,7 +29,9 @@ LAYERS = [
     {"registry"},
     {"durable", "kernels", "_dedup", "_text"},
     {"config", "ops"},
-    {"run_folder", "code_caches"},
+    {"records", "code_caches"},
+    {"summary"},
+    {"run_folder"},
     {"runtime"},
     {"data", "model"},  # these two never meet: a Batch passes between them
     {"eval", "inference"},
@@ -95,7 +97,8 @@ OWNERS = {
         "cdrmix/compare.py",  # two files bit for bit, whichever of the two packages wrote them
     },
     "faiss": {"cdrmix/reason/memory/faiss_vectors.py"},
-    "pydantic": {"cdrmix/config"},
+    # configurations | the files of a run, which may come from elsewhere
+    "pydantic": {"cdrmix/config", "cdrmix/records.py", "cdrmix/summary.py"},
     "tokenizers": {
         "cdrmix/data/tokenizer.py",
         "cdrmix/data/tokenizer_package.py",  # opens its files

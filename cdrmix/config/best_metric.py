@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 TEXT_FIGURES = ("bits_per_byte", "loss")
 PAIR_FIGURES = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")  # means over held-out pairs of dpo
@@ -24,12 +23,3 @@ def metric_and_mode(
             return None
         metric = "bits_per_byte"
     return metric, mode or ("max" if metric in RISING else "min")
-
-
-def held_out_figure(row: Mapping[str, Any], metric: str) -> float | None:
-    """A figure of train.best_metric in a row of metrics.jsonl; None if the row has no validation or not this figure."""
-    if pairs := row.get("valid_preferences"):
-        return pairs.get(metric)
-    if metric.startswith(OF_DOMAIN):
-        return (row.get("valid_domains") or {}).get(metric.removeprefix(OF_DOMAIN))
-    return row.get(f"valid_{metric}")

@@ -240,7 +240,7 @@ def period_slots(weights: Sequence[float]) -> list[int]:
 
 def _shares(weights: Mapping[Any, float]) -> dict[Any, float]:
     total = math.fsum(weights.values())
-    assert total > 0, "validators.py refuses weights that are all 0"
+    assert total > 0, "conflicts/data.py refuses weights that are all 0"
     return {name: weight / total for name, weight in weights.items()}
 
 

@@ -15,18 +15,52 @@ A row is a JSON object:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cdrmix.run_folder import read_metrics
+from cdrmix.records import Count, Measured, complete_lines, damaged, read_line
 
 Row = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class _Measure:
+    name: str
+    value: Measured
+    low: Measured = None
+    high: Measured = None
+    count: Count = 0
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What readers need of a row."""
+
+    step: Count
+    status: str
+    sha256: str | None = None
+    suite: str | None = None
+    reason: str | None = None
+    measures: list[_Measure] = field(default_factory=list)
+    options: Any = None
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an eval/metrics.jsonl; none without the file. A line that is incomplete after a kill is left out."""
-    return [row for row in read_metrics(path) if isinstance(row.get("status"), str)]
+    """The rows of an eval/metrics.jsonl; none without the file. A line that is incomplete after a kill is left out.
+
+    Raises ConfigError, which names the line and the key, if the file is damaged.
+    """
+    rows = []
+    for line in complete_lines(path):
+        row = dataclasses.asdict(read_line(line, _Row))
+        if row["status"] == "measured" and row["suite"] is None:
+            raise damaged(line, "suite: found null; allowed for the status measured: a name")
+        rows.append((line.data or {}) | row)
+    return rows
 
 
 def measured(rows: Iterable[Row]) -> dict[str, list[Row]]:

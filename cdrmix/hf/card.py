@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def _model_index(name: str, held_out: Mapping[str, Any] | None) -> list[str]:
         *(
             f"    - {{type: {key}, name: {json.dumps(metrics[key])}, value: {json.dumps(float(held_out[key]))}}}"
             for key in metrics
-            if held_out[key] is not None  # it was not finite
+            if math.isfinite(held_out[key])
         ),
     ]
 

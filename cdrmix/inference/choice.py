@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from cdrmix.config.best_metric import held_out_figure, metric_and_mode
+from cdrmix.config.best_metric import metric_and_mode
 from cdrmix.config.schema import Config
 from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, named_checkpoint, step_of, verify_weights
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.records import read_records
+from cdrmix.run_folder import RunFolder
 
 BEST, LAST = "best", "last"
 SUMS = "SHA256SUMS"  # of an export
@@ -55,7 +56,7 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Found:
     checkpoints/. best has the best value of train.best_metric (by default the lowest bits per byte) of all validations
     in stage A, which measure what is loaded: with train.ema_decay the running average. The last is taken instead of
     best if there is no best, if its weights are damaged, and if stage B came after it.
-    Raises ConfigError for a checkpoint of another run and for an unknown one.
+    Raises ConfigError for a checkpoint of another run, for an unknown one, and for a damaged metrics.jsonl.
     """
     if wanted not in (BEST, LAST):
         return Found(_named(run, wanted), "as requested")
@@ -78,7 +79,7 @@ def find_checkpoint(run: RunFolder, wanted: str) -> Found:
         return Found(run.path, f"the last, because the best on held-out text cannot be used: {error}")
     chosen = metric_and_mode(train.best_metric, train.best_mode, pairs=train.dpo is not None)
     metric = chosen[0] if chosen else "bits_per_byte"
-    figures = {row["step"]: held_out_figure(row, metric) for row in read_metrics(run.metrics_jsonl)}
+    figures = {record.step: record.held_out_figure(metric) for record in read_records(run.metrics_jsonl).steps}
     reason = f"the best on held-out {'text' if train.dpo is None else 'pairs'}{_figure_text(metric, figures.get(step))}"
     if step != last:
         reason += f"; the last is step {last}{_figure_text(metric, figures.get(last))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -30,7 +31,8 @@ from cdrmix.plan.flops import training_flops_per_token
 from cdrmix.plan.machine import machine_for
 from cdrmix.plan.plan import ASSUMED_MFU
 from cdrmix.reason.stage_b import spans
-from cdrmix.run_folder import RunFolder, environment, finite, read_metrics
+from cdrmix.records import read_records
+from cdrmix.run_folder import RunFolder, environment, finite
 
 MEASURED = "measured.json"
 PROMPT = "def "
@@ -58,8 +60,7 @@ def collect(
     every_result = read_results(results)  # files that are wrong are found before anything is computed
     expected = _forecast(forecast)
     config = Config.from_yaml(run.config_snapshot)
-    summary, every = _summary(run), _metrics(run)
-    rows = tuple(row for row in every if "phase" not in row)
+    summary, records = _summary(run), read_records(run.metrics_jsonl)
     weights = _weights(run)
     measured = _measured(run, config, trains_again, say)
     exported = None if export is None else _export(run, config, export, compares_logits, rewritten, say)
@@ -81,10 +82,10 @@ def collect(
             "preferences": config.train.dpo is not None,
             "routed": bool(config.model.routers)
             if isinstance(config.model, Model)
-            else any(row.get("routers") for row in rows),
+            else any(record.routers for record in records.steps),
         },
-        rows=rows,
-        phases=tuple(row for row in every if "phase" in row),
+        rows=tuple(map(dataclasses.asdict, records.steps)),
+        phases=tuple(map(dataclasses.asdict, records.phases)),
         held_out=summary.get("held_out"),
         weights=weights,
         machine=_machine(run, config),
@@ -112,26 +113,6 @@ def _summary(run: RunFolder) -> dict[str, Any]:
             f"{run.metrics_json} is missing or damaged: it has the held-out loss and the machine of the run; restore it"
         )
     return summary
-
-
-def _metrics(run: RunFolder) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl. Its last line may be incomplete, after a kill. Raises ConfigError for other damage."""
-    path = run.metrics_jsonl
-    rows = read_metrics(path)
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{path}:{number}: this line is not UTF-8 ({error.reason}): the file is damaged; restore it"
-            ) from error
-    if len(rows) < len(lines) - 1:
-        raise ConfigError(
-            f"{path}: {len(lines) - len(rows)} of {len(lines)} lines are no recorded steps: the file is damaged; "
-            "restore it"
-        )
-    return rows
 
 
 def _weights(run: RunFolder) -> dict[str, Any] | None:

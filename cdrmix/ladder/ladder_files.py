@@ -7,6 +7,7 @@ written once, judgements/RUNG/NUMBER.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def training_facts(run: RunFolder) -> dict[str, Any]:
         }
     except (LookupError, TypeError) as error:
         raise LedgerError(f"{run.metrics_json} is incomplete: it has no {error}. {REMEDY}") from error
-    if not isinstance(facts["loss"], int | float):
+    if not math.isfinite(facts["loss"]):
         raise LedgerError(f"{run.metrics_json} has no held-out loss: found {facts['loss']}. {REMEDY}")
     return facts
 

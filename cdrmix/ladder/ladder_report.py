@@ -13,8 +13,8 @@ from cdrmix.ladder.presentation import forecast_json, forecast_picture, wrapped
 from cdrmix.ladder.state import RungState, rung_states, stopping
 from cdrmix.ladder.verdict import Outcome
 from cdrmix.page import escaped, html_page, picture, tiles
+from cdrmix.records import read_records
 from cdrmix.report.plots import DARK, LIGHT
-from cdrmix.run_folder import read_metrics
 from cdrmix.units import amount, clock
 
 REPORT, PICTURE, FORECASTS = "report.html", "forecast.png", "forecasts"
@@ -106,8 +106,8 @@ def _progress(ledger: Ledger, state: RungState) -> str:
         return ""
     seed = next(seed for seed in state.plan["seeds"] if seed not in state.trained)
     logs = (ledger.root / "runs" / state.name / f"seed-{seed}").glob("*/metrics.jsonl")
-    steps = [row["step"] for path in logs for row in read_metrics(path)]
-    return f"{state.name}, seed {seed}: step {max(steps, default=0)} of {state.plan['steps']}"
+    last = max((read_records(path).last for path in logs), default=0)
+    return f"{state.name}, seed {seed}: step {last} of {state.plan['steps']}"
 
 
 def _page(ledger: Ledger, states: Sequence[RungState], shown: Sequence[bytes], title: str) -> str:

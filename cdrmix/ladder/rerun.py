@@ -20,7 +20,8 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import CdrmixError, Preempted
 from cdrmix.inference.checkpoints import list_checkpoints, step_of
 from cdrmix.json_text import parse_json
-from cdrmix.run_folder import RunFolder, environment, read_metrics
+from cdrmix.records import read_records
+from cdrmix.run_folder import RunFolder, environment
 from cdrmix.training.callbacks import Callback
 from cdrmix.workflow import run_all
 
@@ -94,7 +95,7 @@ def _measure(run: RunFolder, config: Config, folder: Path, say: Callable[[str], 
     if first.summary().get("text_fingerprint") != fingerprint:
         problem = "the text has changed since the run: restore the former text"
         return {"determinism": {"problem": problem}, "resume": {"problem": problem}}
-    speeds = [row["tokens_per_second"] for row in read_metrics(first.metrics_jsonl)[steps // 4 + 1 :]]
+    speeds = [record.tokens_per_second for record in read_records(first.metrics_jsonl).steps[steps // 4 + 1 :]]
     common = {"steps": steps, "tokens_per_second": statistics.median(speeds), "problem": None}
     determinism = _differences(_checkpoint(first, steps), _checkpoint(second, steps))
     if metrics := first_metric_difference(first.path, second.path):

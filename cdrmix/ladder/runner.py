@@ -330,7 +330,9 @@ class PipelineRunner:
         if not finished:
             raise CheckpointError(f"the run of {rung.name} in {config.run.root} ended, but it is not finished")
         run = finished[0]
-        stage = run.summary()["stage_a"]
+        stage = run.summary().get("stage_a")
+        if stage is None:
+            raise CheckpointError(f"{run.metrics_json} is incomplete: it has no stage_a; restore it, or climb again")
         weights = {name: digest for name, digest in read_sums(run.export).items() if name.endswith(".safetensors")}
         facts = {
             "identity": rung.identity,

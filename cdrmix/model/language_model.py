@@ -246,7 +246,7 @@ class LanguageModel(nn.Module):
             before_BT = before_BT.mT if token_by_token else before_BT
         if sequence is not None:
             assert not context.keep_cache, "a slice of the rows has no cache"
-            assert not prefix + self.adapters, "validators_training.py refuses these"
+            assert not prefix + self.adapters, "conflicts/parallel.py refuses these"
             context, ids_BT = context.of_slice(sequence, batch, length, ids_BT.device), sequence.slice(ids_BT)
             before_BT = None if before_BT is None else sequence.slice(before_BT)
         if tokens_N is not None:

@@ -79,7 +79,7 @@ class SequenceSlice:
 
     def before(self, x_BLD: Tensor, count: int) -> Tensor:
         """The last `count` tokens before the slice, [B, count, D], also of other documents; zeros in the first rank."""
-        assert x_BLD.shape[1] >= count, "validators_training.py refuses shorter slices"
+        assert x_BLD.shape[1] >= count, "conflicts/parallel.py refuses shorter slices"
         rank = self.group.rank
         halo = self.group.gather(x_BLD[:, x_BLD.shape[1] - count :])[max(rank - 1, 0)]
         # The first rank too uses what it gathered: every rank has to call the exchange of the backward pass.

@@ -16,10 +16,10 @@ from cdrmix.errors import ConfigError
 from cdrmix.reason.episodes import EpisodeSource
 from cdrmix.reason.lockstep import Lockstep
 from cdrmix.reason.model import Loss, StageBModel
+from cdrmix.records import PhaseRecord
 from cdrmix.registry import Registry
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.metrics import PhaseRecord
 from cdrmix.training.objective import Outcome, StepFacts, StepTotals
 
 

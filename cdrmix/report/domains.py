@@ -11,7 +11,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from cdrmix.eval.changes import changes, table
 from cdrmix.page import escaped, picture
-from cdrmix.report.plots import DARK, LIGHT, Palette, Row, label, plain, png
+from cdrmix.records import StepRecord
+from cdrmix.report.plots import DARK, LIGHT, Palette, label, plain, png
 
 NOTE = (
     "Lower is better. The table is for the whole held-out text. The curves are for the rows of it that are evaluated "
@@ -19,7 +20,7 @@ NOTE = (
 )
 
 
-def domains_section(rows: Sequence[Row], summary: Mapping[str, Any], title: str) -> str:
+def domains_section(rows: Sequence[StepRecord], summary: Mapping[str, Any], title: str) -> str:
     """HTML; empty if the text has one domain and the training did not start from trained weights.
 
     rows: rows of stage A in metrics.jsonl. summary: metrics.json.
@@ -54,7 +55,7 @@ def _table(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> str:
 
 
 def draw_domains(
-    rows: Sequence[Row],
+    rows: Sequence[StepRecord],
     before: Mapping[str, Any] | None,
     first_step: int,
     *,
@@ -63,11 +64,9 @@ def draw_domains(
 ) -> bytes | None:
     """Draws the bits per byte of each domain over the steps; returns the PNG, or None without domains.
 
-    rows: metrics.jsonl as dictionaries. before: `held_out_before` of metrics.json, drawn at
-    `first_step`.
+    rows: of stage A in metrics.jsonl. before: `held_out_before` of metrics.json, drawn at `first_step`.
     """
-    validated = [row for row in rows if row.get("valid_domains")]
-    names = list(dict.fromkeys(name for row in validated for name in row["valid_domains"]))
+    names = list(dict.fromkeys(name for row in rows for name in row.valid_domains))
     if not names:
         return None
     figure = Figure(
@@ -82,7 +81,7 @@ def draw_domains(
     domains_before = (before or {}).get("domains", {})
     for number, name in enumerate(names):
         colour = colours(0.15 + 0.75 * number / max(1, len(names) - 1))
-        points = [(row["step"], row["valid_domains"][name]) for row in validated if name in row["valid_domains"]]
+        points = [(row.step, row.valid_domains[name]) for row in rows if name in row.valid_domains]
         steps, bits = zip(*points, strict=True)
         axes.plot(steps, bits, color=colour, marker="o", markersize=3.5, linewidth=1.4, label=name)
         if name in domains_before:

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from cdrmix.page import escaped, picture
-from cdrmix.report.plots import DARK, LIGHT, Palette, Row, label, plain, png, smooth
+from cdrmix.records import StepRecord
+from cdrmix.report.plots import DARK, LIGHT, Palette, label, plain, png, smooth
 
 NOTE = (
     "Each part counts its own tokens, without the weights of data.objectives.weights. Held-out fill in the middle is "
@@ -17,7 +18,7 @@ NOTE = (
 )
 
 
-def parts_section(rows: Sequence[Row], title: str) -> str:
+def parts_section(rows: Sequence[StepRecord], title: str) -> str:
     """HTML; empty if the run has no parts. rows: rows of stage A in metrics.jsonl."""
     curves = [draw_parts(rows, title=title, palette=palette) for palette in (LIGHT, DARK)]
     drawn = [curve for curve in curves if curve is not None]
@@ -31,23 +32,23 @@ def parts_section(rows: Sequence[Row], title: str) -> str:
     )
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[StepRecord]) -> str:
     """The last losses of each part."""
     lines = ["<tr><th>part</th><th>training</th><th>held-out</th></tr>"]
     for name in _names(rows):
-        last = [[row[kind][name] for row in rows if name in (row.get(kind) or {})] for kind in ("parts", "valid_parts")]
+        kinds = ([row.parts for row in rows], [row.valid_parts for row in rows])
+        last = [[parts[name] for parts in kind if name in parts] for kind in kinds]
         cells = "".join(f"<td>{f'{values[-1]:.3f}' if values else '-'}</td>" for values in last)
         lines.append(f"<tr><td>{escaped(name)}</td>{cells}</tr>")
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
+def _names(rows: Sequence[StepRecord]) -> list[str]:
     """The parts of a run in the order of their first records."""
-    kinds = ("parts", "valid_parts")
-    return list(dict.fromkeys(name for row in rows for kind in kinds for name in row.get(kind) or {}))
+    return list(dict.fromkeys(name for row in rows for name in (*row.parts, *row.valid_parts)))
 
 
-def draw_parts(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> bytes | None:
+def draw_parts(rows: Sequence[StepRecord], *, title: str, palette: Palette = LIGHT) -> bytes | None:
     """Draws the losses of the parts over the steps; returns the PNG, or None without parts."""
     names = _names(rows)
     if not names:
@@ -63,11 +64,11 @@ def draw_parts(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> 
     colours = matplotlib.colormaps[palette.layers]
     for number, name in enumerate(names):
         colour = colours(0.15 + 0.75 * number / max(1, len(names) - 1))
-        trained = [(row["step"], row["parts"][name]) for row in rows if name in (row.get("parts") or {})]
+        trained = [(row.step, row.parts[name]) for row in rows if name in row.parts]
         if trained:
             steps, nats = zip(*trained, strict=True)
             axes.plot(steps, smooth(nats), color=colour, linewidth=1.4, label=f"{name}, training")
-        held_out = [(row["step"], row["valid_parts"][name]) for row in rows if name in (row.get("valid_parts") or {})]
+        held_out = [(row.step, row.valid_parts[name]) for row in rows if name in row.valid_parts]
         if held_out:
             steps, nats = zip(*held_out, strict=True)
             axes.plot(

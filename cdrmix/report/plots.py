@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from cdrmix.training.metrics import router_names
+from cdrmix.records import StepRecord
 from cdrmix.units import amount
 
-Row = Mapping[str, Any]
 MOST_BLOCKS = 16  # in the plot of the load of the experts
 LAST_ROWS = 10  # of metrics.jsonl in a mean over the end of a run
 
@@ -39,10 +39,12 @@ LIGHT = Palette(paper="#ffffff", ink="#1f2430", faint="#c9ced8", train="#2f6fdb"
 DARK = Palette(paper="#14171d", ink="#dfe3ea", faint="#3a414d", train="#74a5ff", valid="#ff9457", layers="plasma")
 
 
-def draw(rows: Sequence[Row], held_out: Mapping[str, float] | None, *, title: str, palette: Palette = LIGHT) -> bytes:
+def draw(
+    rows: Sequence[StepRecord], held_out: Mapping[str, float] | None, *, title: str, palette: Palette = LIGHT
+) -> bytes:
     """Draws loss.png; returns the PNG.
 
-    rows: metrics.jsonl as dictionaries, in order of step; may be empty.
+    rows: of stage A in metrics.jsonl, in order of step; may be empty.
     held_out: the final results on held-out text (HeldOut as a dictionary), or None before the evaluation.
     """
     layout = ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.07)
@@ -69,18 +71,17 @@ def png(figure: Figure, palette: Palette) -> bytes:
     return picture.getvalue()
 
 
-def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> bytes | None:
+def draw_load(rows: Sequence[StepRecord], *, title: str, palette: Palette = LIGHT) -> bytes | None:
     """Draws load.png: the load of each expert over the steps, one heat map for each routed block; None without routers.
 
     The load is relative to the even share 1 / E; the value 1 has the background colour. If there are more than
     MOST_BLOCKS blocks, evenly spaced ones are shown. The title of a block gives the largest mean load of an expert over
     the last rows.
     """
-    routed = [row for row in rows if row.get("load")]
+    routed = [row for row in rows if row.load]
     if not routed:
         return None
-    blocks = len(routed[0]["load"])
-    names = router_names(routed[0])
+    blocks, names = len(routed[0].load), routed[0].router_names
     shown = sorted({round(index * (blocks - 1) / (MOST_BLOCKS - 1)) for index in range(MOST_BLOCKS)})
     shown = shown if blocks > MOST_BLOCKS else list(range(blocks))
     columns = min(len(shown), 2 if len(shown) <= 4 else 4)
@@ -90,7 +91,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
     grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     # The colour scale is logarithmic: 1/2 and 2 have the same distance from 1.
     colours = LinearSegmentedColormap.from_list("load", [palette.train, palette.paper, palette.valid])
-    steps = [row["step"] for row in routed]
+    steps = [row.step for row in routed]
     ends = [steps[0] - 0.5, *((left + right) / 2 for left, right in itertools.pairwise(steps)), steps[-1] + 0.5]
     for index, axes in enumerate(grid.flat):
         plain(axes, palette)
@@ -99,7 +100,7 @@ def draw_load(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> b
             axes.set_visible(False)
             continue
         block = shown[index]
-        ratios = [[share * len(row["load"][block]) for share in row["load"][block]] for row in routed]
+        ratios = [[share * len(row.load[block]) for share in row.load[block]] for row in routed]
         experts = len(ratios[0])
         mesh = axes.pcolormesh(
             ends,
@@ -151,15 +152,19 @@ def label(axes: Axes, x: str, y: str, palette: Palette) -> None:
     axes.set_ylabel(y, color=palette.ink, fontsize=9.5)
 
 
-def _loss(axes: Axes, rows: Sequence[Row], held_out: Mapping[str, float] | None, palette: Palette) -> None:
-    steps = [row["step"] for row in rows]
-    train = [row["next_token_loss"] for row in rows]
-    valid = [row for row in rows if row.get("valid_loss") is not None and row.get("valid_bits_per_byte") is not None]
+def _loss(axes: Axes, rows: Sequence[StepRecord], held_out: Mapping[str, float] | None, palette: Palette) -> None:
+    steps = [row.step for row in rows]
+    train = [row.next_token_loss for row in rows]
+    valid = [
+        (row.step, row.valid_loss, row.valid_bits_per_byte)
+        for row in rows
+        if row.valid_loss is not None and row.valid_bits_per_byte is not None
+    ]
     axes.plot(steps, train, color=palette.train, linewidth=0.8, alpha=0.3)
     axes.plot(steps, smooth(train), color=palette.train, linewidth=1.9, label="training, smoothed")
     axes.plot(
-        [row["step"] for row in valid],
-        [row["valid_loss"] for row in valid],
+        [step for step, _, _ in valid],
+        [nats for _, nats, _ in valid],
         color=palette.valid,
         marker="o",
         markersize=5,
@@ -169,18 +174,18 @@ def _loss(axes: Axes, rows: Sequence[Row], held_out: Mapping[str, float] | None,
         zorder=3,
     )
     label(axes, "step", "loss, nats per token", palette)
-    if valid:
-        # On held-out text, bits per byte = nats per token * (tokens per byte / ln 2).
-        last = valid[-1]
-        factor = last["valid_bits_per_byte"] / last["valid_loss"]
+    last, last_nats, last_bits = valid[-1] if valid else (0, 0.0, 0.0)
+    # On held-out text, bits per byte = nats per token * (tokens per byte / ln 2).
+    factor: Any = last_bits / last_nats if last_nats > 0 else 0.0
+    if 1e-6 < factor < 1e6:
         right = axes.secondary_yaxis("right", functions=(lambda nats: nats * factor, lambda bits: bits / factor))
         right.set_ylabel("bits per byte of held-out text", color=palette.ink, fontsize=9.5)
         right.tick_params(colors=palette.ink, labelsize=9, length=3)
         right.spines["right"].set_color(palette.faint)
         _baselines(axes, held_out, factor, palette)
         axes.annotate(
-            f"{last['valid_bits_per_byte']:.3f} bits/byte",
-            (last["step"], last["valid_loss"]),
+            f"{last_bits:.3f} bits/byte",
+            (last, last_nats),
             xytext=(0, -15),
             textcoords="offset points",
             ha="right",
@@ -189,8 +194,8 @@ def _loss(axes: Axes, rows: Sequence[Row], held_out: Mapping[str, float] | None,
             fontweight="bold",
         )
         # The lower limit includes the baselines, also if the model is worse: a label outside would shrink the axes.
-        drawn = [*train, *(row["valid_loss"] for row in valid), *_baseline_bits(held_out, 1 / factor)]
-        axes.set_ylim(bottom=max(0.0, min(drawn) * 0.84))
+        drawn = [*train, *(nats for _, nats, _ in valid), *_baseline_bits(held_out, 1 / factor)]
+        axes.set_ylim(bottom=max(0.0, min(filter(math.isfinite, drawn)) * 0.84))
     legend = axes.legend(loc="upper right", frameon=False, fontsize=9.5, labelcolor=palette.ink)
     legend.set_zorder(4)
 
@@ -220,19 +225,19 @@ def _baselines(axes: Axes, held_out: Mapping[str, float] | None, factor: float, 
         )
 
 
-def _router(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
-    with_router = [row for row in rows if row.get("router", {}).get("entropy_normalised")]
+def _router(axes: Axes, rows: Sequence[StepRecord], palette: Palette) -> None:
+    with_router = [row for row in rows if row.router.get("entropy_normalised")]
     label(axes, "step", "entropy of expert load (1 = even)", palette)
     if not with_router:
         axes.text(0.5, 0.5, "no routed blocks", ha="center", va="center", transform=axes.transAxes, color=palette.ink)
         return
-    names = router_names(with_router[0])
+    names = with_router[0].router_names
     layers = len(names)
     colours = matplotlib.colormaps[palette.layers]
     for layer, name in enumerate(names):
         axes.plot(
-            [row["step"] for row in with_router],
-            smooth([row["router"]["entropy_normalised"][layer] for row in with_router]),
+            [row.step for row in with_router],
+            smooth([row.router["entropy_normalised"][layer] for row in with_router]),
             color=colours(0.25 + 0.65 * layer / max(1, layers - 1)),
             linewidth=1.3,
             label=f"block {name}",
@@ -244,35 +249,35 @@ def _router(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
         axes.set_title(f"blocks {names[0]} (dark) to {names[-1]} (light)", color=palette.ink, fontsize=8.5, loc="right")
 
 
-def _rate(axes: Axes, rows: Sequence[Row], palette: Palette) -> None:
-    steps = [row["step"] for row in rows]
-    axes.plot(steps, [row["learning_rate"] for row in rows], color=palette.train, linewidth=1.6)
+def _rate(axes: Axes, rows: Sequence[StepRecord], palette: Palette) -> None:
+    steps = [row.step for row in rows]
+    axes.plot(steps, [row.learning_rate for row in rows], color=palette.train, linewidth=1.6)
     label(axes, "step", "", palette)
     axes.set_ylabel("learning rate", color=palette.train, fontsize=9.5)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2))
     axes.yaxis.get_offset_text().set(color=palette.ink, fontsize=8)
     axes.set_ylim(bottom=0)
     right = axes.twinx()
-    norms = [row["gradient_norm"] for row in rows]
+    norms = [row.gradient_norm for row in rows]
     right.plot(steps, norms, color=palette.valid, linewidth=0.7, alpha=0.3)
     right.plot(steps, smooth(norms), color=palette.valid, linewidth=1.3)
     right.set_ylabel("gradient norm before clipping", color=palette.valid, fontsize=9.5)
     right.tick_params(colors=palette.ink, labelsize=9, length=3)
     right.set_ylim(bottom=0)
-    if norms and all(norm is not None for norm in norms):
+    if known := sorted(filter(math.isfinite, norms)):
         # The norms of the first steps can be ten times the later ones and would flatten the curve.
-        right.set_ylim(top=1.25 * sorted(norms)[int(0.98 * (len(norms) - 1))] or 1.0)
+        right.set_ylim(top=1.25 * known[int(0.98 * (len(known) - 1))] or 1.0)
     for side in ("top", "left"):
         right.spines[side].set_visible(False)
     for side in ("right", "bottom"):
         right.spines[side].set_color(palette.faint)
 
 
-def smooth(values: Sequence[float | None]) -> list[float]:
+def smooth(values: Sequence[float]) -> list[float]:
     """Centred mean with a triangular window of about 1/20 of the curve. It has no lag.
 
-    The window shrinks at both ends, so that the first and the last value do not change. Missing values (JSON null) are
-    ignored. The result is NaN if all values of a window are missing.
+    The window shrinks at both ends, so that the first and the last value do not change. Values that are NaN are
+    ignored. The result is NaN if all values of a window are.
     """
     reach = max(1, len(values) // 40)
     result: list[float] = []
@@ -281,7 +286,7 @@ def smooth(values: Sequence[float | None]) -> list[float]:
         total = weights = 0.0
         for offset in range(-width, width + 1):
             value = values[middle + offset]
-            if value is not None:
+            if not math.isnan(value):
                 weight = 1.0 - abs(offset) / (width + 1)
                 total, weights = total + weight * value, weights + weight
         result.append(total / weights if weights else float("nan"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from cdrmix.report.plots import LIGHT, Palette, Row, label, plain, png, smooth
+from cdrmix.records import PhaseRecord
+from cdrmix.report.plots import LIGHT, Palette, label, plain, png, smooth
 
 Mechanisms = Mapping[str, Mapping[str, Mapping[str, float]]]
 
@@ -55,8 +57,8 @@ def draw_mechanisms(mechanisms: Mechanisms, *, title: str, palette: Palette = LI
         plain(axes, palette)
         chunks = [int(number) for number in mechanisms[name]]
         for index, (measure, text) in enumerate(LINES[name].items()):
-            values = [figures.get(measure) for figures in mechanisms[name].values()]
-            if all(value is None for value in values):
+            values = [figures.get(measure, math.nan) for figures in mechanisms[name].values()]
+            if all(map(math.isnan, values)):
                 continue
             axes.plot(
                 chunks,
@@ -78,13 +80,14 @@ def draw_mechanisms(mechanisms: Mechanisms, *, title: str, palette: Palette = LI
         axes.set_ylim(-0.04, 1.04)
         axes.set_title(TITLES[name], loc="left", color=palette.ink, fontsize=10.5, fontweight="bold")
         label(axes, "chunks read", "accuracy", palette)
-        axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=palette.ink)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best", frameon=False, fontsize=8.5, labelcolor=palette.ink)
     return _titled(figure, title, palette)
 
 
-def draw_phases(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) -> bytes | None:
+def draw_phases(rows: Sequence[PhaseRecord], *, title: str, palette: Palette = LIGHT) -> bytes | None:
     """Draws one line of panels for each phase: its measures over the steps. None if no phase has begun."""
-    phases = [name for name in PANELS if any(row["phase"] == name for row in rows)]
+    phases = [name for name in PANELS if any(row.phase == name for row in rows)]
     if not phases:
         return None
     columns = max(len(PANELS[name]) for name in phases)
@@ -97,16 +100,16 @@ def draw_phases(rows: Sequence[Row], *, title: str, palette: Palette = LIGHT) ->
     grid = figure.subplots(len(phases), columns, squeeze=False)
     colours = (palette.train, palette.valid, palette.ink, palette.faint)
     for name, line in zip(phases, grid, strict=True):
-        own = [row for row in rows if row["phase"] == name]
-        steps = [row["phase_step"] for row in own]
+        own = [row for row in rows if row.phase == name]
+        steps = [row.phase_step for row in own]
         for index, axes in enumerate(line):
             if index >= len(PANELS[name]):
                 axes.set_visible(False)
                 continue
             plain(axes, palette)
             for colour, measure in zip(colours, PANELS[name][index], strict=False):
-                values = [row["measures"].get(measure) for row in own]
-                if all(value is None for value in values):
+                values = [row.measures.get(measure, math.nan) for row in own]
+                if all(map(math.isnan, values)):
                     continue
                 axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.3)
                 axes.plot(steps, smooth(values), color=colour, linewidth=1.5, label=measure.replace("_", " "))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 from cdrmix.durable import write_atomically
 from cdrmix.eval.rows import read_rows
 from cdrmix.page import escaped, html_page, picture, tiles
+from cdrmix.records import Extension, StepRecord, read_records
 from cdrmix.report.domains import domains_section
 from cdrmix.report.parts import parts_section
 from cdrmix.report.plots import DARK, LAST_ROWS, LIGHT, draw, draw_load
 from cdrmix.report.stage_b import rollouts_section, stage_b_sections
 from cdrmix.report.suites import suites_section
-from cdrmix.run_folder import RunFolder, read_metrics
-from cdrmix.training.metrics import router_names
+from cdrmix.run_folder import RunFolder
 from cdrmix.units import amount, clock
 
 CURVES = "Loss, entropy of the expert load, learning rate and gradient norm over the steps"
@@ -33,8 +34,7 @@ def write_report(run: RunFolder) -> Path:
 
     It works at any point of a run. Results that do not exist yet are omitted.
     """
-    every, summary = read_metrics(run.metrics_jsonl), run.summary()
-    rows, of_phases = ([row for row in every if ("phase" in row) == is_phase] for is_phase in (False, True))
+    (rows, of_phases), summary = read_records(run.metrics_jsonl), run.summary()
     title = f"{summary.get('name', 'run')}, {run.path.name}"
     curves = [draw(rows, summary.get("held_out"), title=title, palette=palette) for palette in (LIGHT, DARK)]
     loads = [drawn for palette in (LIGHT, DARK) if (drawn := draw_load(rows, title=title, palette=palette))]
@@ -53,7 +53,7 @@ def write_report(run: RunFolder) -> Path:
 
 def page(
     run: RunFolder,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[StepRecord],
     summary: Mapping[str, Any],
     curves: Sequence[bytes],
     loads: Sequence[bytes],
@@ -91,34 +91,38 @@ def page(
     return html_page(f"{summary.get('name', 'run')}: {run.path.name}", sections)
 
 
-def _tiles(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+def _tiles(rows: Sequence[StepRecord], summary: Mapping[str, Any]) -> str:
     held_out, parameters = summary.get("held_out"), summary.get("parameters")
     facts: list[tuple[str, str]] = []
     if held_out:
         facts += [
             (f"{held_out['bits_per_byte']:.3f}", "bits per byte of held-out text"),
-            (f"{held_out['bits_per_byte'] / held_out['unigram_bits_per_byte']:.3f}", "of the unigram baseline"),
-            (f"{held_out['perplexity']:.2f}" if held_out["perplexity"] else "-", "perplexity per token"),
+            (_ratio(held_out["bits_per_byte"], held_out["unigram_bits_per_byte"]), "of the unigram baseline"),
+            (f"{held_out['perplexity']:.2f}" if math.isfinite(held_out["perplexity"]) else "-", "perplexity per token"),
         ]
     if parameters:
         facts.append((amount(parameters["active"]), f"active parameters of {amount(parameters['stored'])}"))
     if rows:
         last = rows[-1]
-        rates = sorted(row["tokens_per_second"] for row in rows if row["tokens_per_second"])
+        rates = sorted(row.tokens_per_second for row in rows if row.tokens_per_second > 0)
         facts += [
-            (f"{last['step']:,}", f"steps, {last['epoch']:.2f} epochs"),
-            (amount(last["tokens"]), f"tokens in {clock(last['seconds'])}"),
+            (f"{last.step:,}", f"steps, {last.epoch:.2f} epochs"),
+            (amount(last.tokens), f"tokens in {clock(last.seconds)}"),
         ]
         if rates:
             facts.append((amount(rates[len(rates) // 2]), "tokens per second, median"))
     else:
         facts.append(("0", "steps so far"))
     if summary.get("restarts"):
-        lost = summary["lost_seconds"]
-        share = 100 * lost / (lost + rows[-1]["seconds"]) if rows else 100.0
+        lost = summary.get("lost_seconds", 0.0)
+        share = 100 * lost / ((lost + (rows[-1].seconds if rows else 0.0)) or 1.0)
         text = f"restarts after faults, {clock(lost)} lost ({share:.1f} % of the time)"
         facts.append((str(summary["restarts"]), text))
     return tiles(facts, stress_first=bool(held_out))
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.3f}" if base > 0 else "-"
 
 
 def _held_out(held_out: Mapping[str, Any] | None) -> str:
@@ -126,7 +130,7 @@ def _held_out(held_out: Mapping[str, Any] | None) -> str:
         return ""
     bars = [("this model", "bits_per_byte"), ("zstd -19", "zstd19_bits_per_byte")]
     bars += [("gzip -9", "gzip9_bits_per_byte"), ("unigram", "unigram_bits_per_byte")]
-    longest = max(held_out[key] for _, key in bars)
+    longest = max((held_out[key] for _, key in bars if held_out[key] > 0), default=1.0)
     lines = "".join(
         f'<span>{name}</span><div><i class="{"own" if key == "bits_per_byte" else ""}" '
         f'style="width:{78 * held_out[key] / longest:.1f}%"></i>{held_out[key]:.3f}</div>'
@@ -140,29 +144,25 @@ def _held_out(held_out: Mapping[str, Any] | None) -> str:
     )
 
 
-def _extensions(rows: Sequence[Mapping[str, Any]]) -> str:
+def _extensions(rows: Sequence[Extension]) -> str:
     """What `--extend` has changed, and after which step."""
     lines = [
-        f"<tr><td>{row['step']:,}</td><td>{escaped(key)}</td><td>{escaped(before)}</td><td>{escaped(after)}</td></tr>"
+        f"<tr><td>{row.step:,}</td><td>{escaped(key)}</td><td>{escaped(before)}</td><td>{escaped(after)}</td></tr>"
         for row in rows
-        for key, (before, after) in row["keys"].items()
+        for key, (before, after) in row.keys.items()
     ]
     head = "<tr><th>after step</th><th>key</th><th>before</th><th>since</th></tr>"
     return f'<h2>Extensions</h2><div class="scroll"><table>{head}{"".join(lines)}</table></div>' if lines else ""
 
 
-def _depths(rows: Sequence[Mapping[str, Any]]) -> str:
+def _depths(rows: Sequence[StepRecord]) -> str:
     """The losses of multi-token prediction, of the last steps at which every depth has one."""
-    known = [row for row in rows if row.get("prediction_losses")]
-    most = max((len(row["prediction_losses"]) for row in known), default=0)
-    last = [row for row in known if len(row["prediction_losses"]) == most][-LAST_ROWS:]
-    if not last:
+    depths = max((row.prediction_losses for row in rows), key=len, default={}).keys()
+    last = [row for row in rows if row.prediction_losses.keys() == depths][-LAST_ROWS:]
+    if not depths:
         return ""
-    means = {"1": sum(row["next_token_loss"] for row in last) / len(last)}
-    means |= {
-        depth: sum(row["prediction_losses"][depth] for row in last) / len(last)
-        for depth in last[-1]["prediction_losses"]
-    }
+    means = {"1": sum(row.next_token_loss for row in last) / len(last)}
+    means |= {depth: sum(row.prediction_losses[depth] for row in last) / len(last) for depth in depths}
     body = "".join(f"<tr><td>{escaped(depth)}</td><td>{nats:.3f}</td></tr>" for depth, nats in means.items())
     return (
         f'<h2>Depths of multi-token prediction, mean of {len(last)} logged steps</h2><div class="scroll">'
@@ -171,19 +171,19 @@ def _depths(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _router(rows: Sequence[Mapping[str, Any]]) -> str:
-    last = [row for row in rows if row.get("router", {}).get("entropy_bits")][-LAST_ROWS:]
+def _router(rows: Sequence[StepRecord]) -> str:
+    last = [row for row in rows if row.router.get("entropy_bits")][-LAST_ROWS:]
     if not last:
         return ""
-    names = router_names(last[-1])
+    names = last[-1].router_names
     layers = range(len(names))
     means = {
-        name: [sum(row["router"][name][layer] for row in last) / len(last) for layer in layers]
-        for name in last[-1]["router"]
-        if all(name in row["router"] for row in last)
+        name: [sum(row.router[name][layer] for row in last) / len(last) for layer in layers]
+        for name in last[-1].router
+        if all(name in row.router for row in last)
     }
-    if all(row.get("load") for row in last):
-        loads = [[row["load"][layer] for row in last] for layer in layers]
+    if all(row.load for row in last):
+        loads = [[row.load[layer] for row in last] for layer in layers]
         means["fullest"] = [max(map(sum, zip(*each, strict=True))) * len(each[0]) / len(last) for each in loads]
     columns = [
         ("entropy_bits", "load entropy, bits", "{:.3f}"),
@@ -214,8 +214,9 @@ def _router(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _depth(rows: Sequence[Mapping[str, Any]]) -> str:
-    last = [row["depth"] for row in rows if row.get("depth")][-LAST_ROWS:]
+def _depth(rows: Sequence[StepRecord]) -> str:
+    every = [row.depth for row in rows if row.depth]
+    last = [depth for depth in every if depth.keys() == every[-1].keys()][-LAST_ROWS:]
     if not last:
         return ""
     head = "".join(f"<th>{escaped(name)}</th>" for name in last[-1])

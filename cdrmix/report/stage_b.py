@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cdrmix.page import escaped, picture
+from cdrmix.records import PhaseRecord, Rollout, read_lines
 from cdrmix.report.plots import DARK, LIGHT
 from cdrmix.report.plots_stage_b import TITLES, draw_mechanisms, draw_phases
-from cdrmix.run_folder import read_metrics
 
 SHOWN_STEPS = 3  # of those whose rollouts are kept, the last ones
 MOST_LOST = 0.01  # largest accepted increase of the bits per byte of stage A
 
 
-def stage_b_sections(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], title: str) -> list[str]:
+def stage_b_sections(rows: Sequence[PhaseRecord], summary: Mapping[str, Any], title: str) -> list[str]:
     """HTML sections; [] if stage B has not begun. rows: rows of phases in metrics.jsonl. summary: metrics.json."""
     measured = summary.get("mechanisms") or {}
     mechanisms = [draw_mechanisms(measured, title=f"Mechanisms: {title}", palette=palette) for palette in (LIGHT, DARK)]
@@ -40,22 +41,22 @@ def stage_b_sections(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, An
 
 def rollouts_section(path: Path) -> str:
     """Groups of rollouts as text, of the last steps that rollouts.jsonl has; empty without the file."""
-    rows = read_metrics(path)
+    rows = read_lines(path, Rollout)
     if not rows:
         return ""
-    steps = sorted({row["step"] for row in rows})[-SHOWN_STEPS:]
+    steps = sorted({row.step for row in rows})[-SHOWN_STEPS:]
     text = ""
     for step in steps:
-        group = [row for row in rows if row["step"] == step]
+        group = [row for row in rows if row.step == step]
         body = "".join(
-            f"<tr><td>{_figure(row['reward'])}</td><td>{_figure(row['task'])}</td>"
-            f'<td class="text">{escaped(row["answer"])}</td>'
-            f'<td class="text">{"<br>".join(escaped(memory) for memory in row["memories"])}</td></tr>'
+            f"<tr><td>{_figure(row.reward)}</td><td>{_figure(row.task)}</td>"
+            f'<td class="text">{escaped(row.answer)}</td>'
+            f'<td class="text">{"<br>".join(escaped(memory) for memory in row.memories)}</td></tr>'
             for row in group
         )
-        right = " or ".join(group[0]["right"])
+        right = " or ".join(group[0].right)
         text += (
-            f"<details><summary>Step {step:,}: {escaped(group[0]['question'])} (right: {escaped(right)})</summary>"
+            f"<details><summary>Step {step:,}: {escaped(group[0].question)} (right: {escaped(right)})</summary>"
             '<div class="scroll"><table><tr><th>reward</th><th>of the answer</th><th class="text">answer</th>'
             f'<th class="text">written after each chunk</th></tr>{body}</table></div></details>'
         )
@@ -85,7 +86,7 @@ def _table(name: str, curve: Mapping[str, Mapping[str, float]]) -> str:
 
 def _text(summary: Mapping[str, Any]) -> str:
     before, after = summary.get("held_out_before"), summary.get("held_out")
-    if not before or not after or not summary.get("stage_b"):
+    if not before or not after or not summary.get("stage_b") or not before["bits_per_byte"] > 0:
         return ""
     change = after["bits_per_byte"] / before["bits_per_byte"] - 1
     bad = ' class="bad"' if change > MOST_LOST else ""
@@ -95,15 +96,15 @@ def _text(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _last(rows: Sequence[Mapping[str, Any]]) -> str:
+def _last(rows: Sequence[PhaseRecord]) -> str:
     """A table with the last row of each phase."""
-    last = {row["phase"]: row for row in rows}
+    last = {row.phase: row for row in rows}
     text = ""
     for phase, row in last.items():
         figures = ", ".join(
-            f"{name.replace('_', ' ')} {value:.4g}" for name, value in row["measures"].items() if value is not None
+            f"{name.replace('_', ' ')} {value:.4g}" for name, value in row.measures.items() if math.isfinite(value)
         )
-        text += f"<tr><td>{escaped(phase.replace('_', ' '))}</td><td>{row['phase_step']:,}</td>"
+        text += f"<tr><td>{escaped(phase.replace('_', ' '))}</td><td>{row.phase_step:,}</td>"
         text += f'<td class="text">{escaped(figures)}</td></tr>'
     return (
         '<div class="scroll"><table><tr><th>phase</th><th>step</th><th class="text">last logged</th></tr>'

@@ -10,10 +10,10 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from cdrmix.eval.rows import Row, last_results, measured
 from cdrmix.eval.rows import figure as figure_of
-from cdrmix.eval.rows import last_results, measured
 from cdrmix.page import escaped, picture
-from cdrmix.report.plots import DARK, LIGHT, Palette, Row, label, plain, png
+from cdrmix.report.plots import DARK, LIGHT, Palette, label, plain, png
 
 MOST_REASONS = 10
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 
-from cdrmix.config.best_metric import OF_DOMAIN, held_out_figure, metric_and_mode
+from cdrmix.config.best_metric import OF_DOMAIN, metric_and_mode
 from cdrmix.config.schema_training import Train
 from cdrmix.errors import ConfigError
+from cdrmix.records import StepRecord
 from cdrmix.training.checkpoint import Progress
-from cdrmix.training.metrics import StepRecord
 
 
 def updated_best(progress: Progress, settings: Train, record: StepRecord) -> Progress:
@@ -22,8 +21,8 @@ def updated_best(progress: Progress, settings: Train, record: StepRecord) -> Pro
     if chosen is None:
         return progress
     metric, mode = chosen
-    value, best = held_out_figure(dataclasses.asdict(record), metric), progress.best_value
-    if value is None or not math.isfinite(value):
+    value, best = record.held_out_figure(metric), progress.best_value
+    if value is None:
         return progress
     if best is None or (value > best if mode == "max" else value < best):
         return dataclasses.replace(progress, best_value=value, best_step=progress.step)

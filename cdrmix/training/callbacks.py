@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cdrmix.training.metrics import Record
+from cdrmix.records import Record
 
 
 class Callback:

@@ -48,6 +48,7 @@ from cdrmix.inference.checkpoints import (
     shapes_mismatch,
 )
 from cdrmix.json_text import parse_json
+from cdrmix.records import step_record
 from cdrmix.run_folder import RunFolder, check_text
 from cdrmix.training.checkpoint_writer import CheckpointWriter, Contents, when_full
 from cdrmix.training.copies import HostCopies, on_cpu
@@ -327,6 +328,8 @@ def _progress(state: dict[str, Any]) -> Progress:
     fields = dict(state["progress"])
     if "best_bits_per_byte" in fields:  # of a run before train.best_metric existed
         fields["best_value"] = fields.pop("best_bits_per_byte")
+    if fields.get("unvalidated") is not None:
+        step_record(fields["unvalidated"])
     return Progress(**fields | {"recent_losses": tuple(fields.get("recent_losses", ()))})
 
 

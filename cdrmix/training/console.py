@@ -11,9 +11,9 @@ from typing import IO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cdrmix.records import PhaseRecord, Record, StepRecord
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.callbacks import Callback
-from cdrmix.training.metrics import PhaseRecord, Record, StepRecord
 from cdrmix.units import amount, clock
 
 

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cdrmix.config.best_metric import held_out_figure, metric_and_mode
+from cdrmix.config.best_metric import metric_and_mode
 from cdrmix.config.schema import Config
 from cdrmix.durable import disk_guard, folder_bytes
 from cdrmix.errors import CheckpointError, ConfigError, DiskFullError
 from cdrmix.inference.checkpoints import MANIFEST, damages, list_checkpoints, named_checkpoint, read_manifest, step_of
 from cdrmix.json_text import parse_json
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.records import read_records
+from cdrmix.run_folder import RunFolder
 from cdrmix.training.mirror import ABOUT, Mirror, damaged_files, give_id, synchronise
 from cdrmix.training.retention import BEST, LATEST, Rules, reasons_to_keep, set_aside
 from cdrmix.units import amount_of_bytes
@@ -74,12 +75,13 @@ def checkpoints(run: str | Path) -> list[CheckpointInfo]:
 
 
 def list_run(path: Path) -> Checkpoints:
-    """The checkpoints of a run, by `path`. Raises ConfigError if it is not a run folder."""
+    """The checkpoints of a run, by `path`. Raises ConfigError without a run folder, or for a damaged metrics.jsonl."""
     run, config = open_run(path)
     train = config.train
     chosen = metric_and_mode(train.best_metric, train.best_mode, pairs=train.dpo is not None)
     metric = chosen[0] if chosen else None
-    rows = {row["step"]: row for row in read_metrics(run.metrics_jsonl)}
+    steps = read_records(run.metrics_jsonl).steps
+    figures = {record.step: record.held_out_figure(metric) for record in steps} if metric else {}
     mirror = _mirror_of(run, config)
     queued = _queued(run)
     infos = []
@@ -92,7 +94,7 @@ def list_run(path: Path) -> Checkpoints:
                 step=step,
                 tokens=_tokens(checkpoint),
                 bytes=folder_bytes(checkpoint),
-                figure=held_out_figure(rows.get(step, {}), metric) if metric else None,
+                figure=figures.get(step),
                 kept=reasons + ([QUEUED] if checkpoint.name in queued else []),
                 problem=_problem(checkpoint),
                 mirrored=None if mirror is None else _has(mirror, checkpoint),

@@ -238,7 +238,7 @@ class ModelWeights:
 
     def copy_to(self, target: nn.Module) -> None:
         """Copies all weights into a module of the same structure. All ranks call."""
-        assert self._shares is None, "validators_parallel.py refuses stage B, whose rollouts need this"
+        assert self._shares is None, "conflicts/parallel.py refuses stage B, whose rollouts need this"
         assert self._stages is None, "likewise"
         with torch.no_grad():
             for parameter, copied in zip(self.parameters.values(), target.parameters(), strict=True):

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cdrmix.model.depth import DepthStats
 from cdrmix.model.language_model import RouterStats
+from cdrmix.records import Record
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.metrics import DepthTotals, Record, RoutingCounts
+from cdrmix.training.metrics import DepthTotals, RoutingCounts
 
 
 class Outcome(NamedTuple):

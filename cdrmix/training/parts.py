@@ -10,9 +10,9 @@ from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch, PartCount
 from cdrmix.data.loader import TrainLoader
 from cdrmix.data.objectives import PARTS
+from cdrmix.records import StepRecord
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.metrics import StepRecord
 from cdrmix.training.objective import Outcome, StepFacts, StepTotals
 from cdrmix.training.prediction_losses import PredictionLosses
 from cdrmix.training.row_objective import RowObjective

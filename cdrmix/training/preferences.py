@@ -33,13 +33,13 @@ from cdrmix.durable import sha256_file, write_atomically, write_checksummed
 from cdrmix.json_text import parse_json
 from cdrmix.model.causal import evaluation_mode
 from cdrmix.model.loss import Documents
+from cdrmix.records import StepRecord
 from cdrmix.run_folder import RunFolder
 from cdrmix.training.best import updated_best
 from cdrmix.training.checkpoint import Progress
 from cdrmix.training.compiling import uncompiled
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.metrics import StepRecord
 from cdrmix.training.objective import Outcome, StepFacts, StepTotals
 from cdrmix.training.row_objective import RowObjective
 

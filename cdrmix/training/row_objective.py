@@ -13,9 +13,9 @@ from cdrmix.data.batch import Batch
 from cdrmix.data.loader import Prefetcher, TrainLoader
 from cdrmix.model.depth import move_biases
 from cdrmix.model.feed_forward.router import balance_routers
+from cdrmix.records import StepRecord
 from cdrmix.training.distributed import DistributedContext
 from cdrmix.training.engine import Engine
-from cdrmix.training.metrics import StepRecord
 from cdrmix.training.objective import Outcome, StepFacts, StepTotals
 
 

@@ -21,6 +21,7 @@ from cdrmix.eval.parts import PartScores
 from cdrmix.eval.perplexity import evaluate, loss_model_nats
 from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoint
 from cdrmix.model.loss import LossModule
+from cdrmix.records import StepRecord
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import seed_everything
 from cdrmix.training.best import check_best_metric, updated_best
@@ -42,7 +43,6 @@ from cdrmix.training.digests import make_digest_file
 from cdrmix.training.distributed import DistributedContext, join, thread_numbers
 from cdrmix.training.engine import Engine, make_engine
 from cdrmix.training.faults import SKIPPED, memory_guard
-from cdrmix.training.metrics import StepRecord
 from cdrmix.training.objective import Outcome, StepFacts, StepTotals
 from cdrmix.training.parts import PartedPretraining
 from cdrmix.training.prediction_losses import PredictionLosses

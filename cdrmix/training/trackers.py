@@ -16,9 +16,10 @@ from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.eval.rows import read_rows
 from cdrmix.eval.rows import scalars as row_scalars
-from cdrmix.run_folder import RECORDED, RunFolder, finite, read_metrics
+from cdrmix.records import Record, end_last_line, read_records
+from cdrmix.run_folder import RECORDED, RunFolder, finite
 from cdrmix.training.callbacks import Callback
-from cdrmix.training.metrics import Record, scalars
+from cdrmix.training.metrics import scalars
 
 PASSED = "evaluations_logged"  # keys of metrics.json
 ACTIVE = "trackers"  # those of the last start
@@ -84,7 +85,7 @@ class Trackers(Callback):
             if figures := row_scalars(row):
                 for tracker in self._trackers.values():
                     tracker.write_evaluation(row["step"], figures)
-        passed = int(self._run.summary().get(PASSED, 0)) + len(rows)
+        passed = self._run.summary().get(PASSED, 0) + len(rows)
         self._run.update_summary({PASSED: passed})
 
     def close(self) -> None:
@@ -100,16 +101,11 @@ class JsonLines:
 
     def __init__(self, run: RunFolder) -> None:
         self._path = run.metrics_jsonl
-        written = self._path.read_bytes() if self._path.exists() else b""
-        if written and not written.endswith(b"\n"):  # a killed run may have left half a line
-            self._append("\n")
+        end_last_line(self._path)  # a killed run may have left half of one
 
     def write(self, record: Record) -> None:
-        self._append(json.dumps(finite(dataclasses.asdict(record)), allow_nan=False) + "\n")
-
-    def _append(self, text: str) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(text)
+            file.write(json.dumps(finite(dataclasses.asdict(record)), allow_nan=False) + "\n")
 
     def write_evaluation(self, step: int, figures: Mapping[str, float]) -> None:
         pass  # eval/metrics.jsonl has them
@@ -124,7 +120,7 @@ class TensorBoard:
     def __init__(self, run: RunFolder, config: Config) -> None:
         _package("tensorboard")
         self._folder = run.path / "tensorboard"
-        self._last = max((row["step"] for row in read_metrics(run.metrics_jsonl)), default=0)
+        self._last = read_records(run.metrics_jsonl).last
         self._writer = self._open(self._last + 1 if self._folder.exists() else None)
 
     def _open(self, purge_step: int | None) -> Any:
@@ -210,7 +206,7 @@ TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {
 
 def new_evaluations(run: RunFolder) -> list[dict[str, Any]]:
     """The rows of eval/metrics.jsonl that no tracker has got. What trackers have got is counted in metrics.json."""
-    return read_rows(run.evaluation_rows)[int(run.summary().get(PASSED, 0)) :]
+    return read_rows(run.evaluation_rows)[run.summary().get(PASSED, 0) :]
 
 
 def log_evaluations(run: RunFolder, config: Config) -> None:

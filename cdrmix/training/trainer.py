@@ -13,12 +13,12 @@ from typing import Protocol
 from cdrmix.config.schema_training import Train
 from cdrmix.errors import NonFiniteLossError, Preempted
 from cdrmix.peak_memory import peak
+from cdrmix.records import Record, StepRecord, step_record
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Progress, Saver
 from cdrmix.training.digests import DigestFile
 from cdrmix.training.engine import Engine
 from cdrmix.training.faults import NORM, WHEN_SKIPPED, Skips, StopRequest, TooManySkips
-from cdrmix.training.metrics import Record, StepRecord
 from cdrmix.training.objective import Objective, StepAccumulator, StepFacts, StepTotals
 from cdrmix.training.schedule import group_rates, learning_rate
 from cdrmix.training.threads import ThreadChoice
@@ -218,7 +218,7 @@ class Trainer:
         """Validates the last step of a run that a signal ended before it could."""
         if self.progress.unvalidated is None:
             return
-        self._publish(self._validated(StepRecord(**self.progress.unvalidated)), stop)
+        self._publish(self._validated(step_record(self.progress.unvalidated)), stop)
         if self.saver is not None:
             self.saver.point_best(self.progress)
 

@@ -28,6 +28,7 @@ from cdrmix.errors import CheckpointError, ConfigError
 from cdrmix.eval.rows import last_results, lines, read_rows
 from cdrmix.eval.suites import SuiteOptions
 from cdrmix.json_text import parse_json
+from cdrmix.records import end_last_line
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import device_type
 from cdrmix.training.faults import StopRequest
@@ -340,8 +341,8 @@ class _Watcher:
         row.pop("process", None)
         self._rows.append(row)
         path = self._run.evaluation_rows
-        torn = path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+        end_last_line(path)
         with path.open("a", encoding="utf-8") as file:
-            file.write(("\n" if torn else "") + json.dumps(row, allow_nan=False) + "\n")
+            file.write(json.dumps(row, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from in_process import main
+from json_rows import read_metrics
 
 import cdrmix
 from cdrmix import workflow
 from cdrmix.errors import CdrmixWarning
 from cdrmix.inference.checkpoints import list_checkpoints
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 
 Arguments = Callable[..., list[str]]
 Captured = pytest.CaptureFixture[str]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from in_process import main
+from json_rows import read_metrics
 
 from cdrmix import workflow as lifecycle
 from cdrmix.config.schema import Config
@@ -25,7 +26,7 @@ from cdrmix.eval.perplexity import Baselines, HeldOut, Score
 from cdrmix.hf.card import STAGE_A_ONLY
 from cdrmix.inference.sampling import Sampling
 from cdrmix.report.report import write_report
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.training.distributed import DistributedContext
 
 Arguments = Callable[..., list[str]]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import main
+from json_rows import read_metrics
 
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import EvalLoader
@@ -21,9 +22,8 @@ from cdrmix.eval.intervals import LEAST_UNITS
 from cdrmix.eval.perplexity import evaluate
 from cdrmix.inference.load import load_model
 from cdrmix.model.loss import LossModel
-from cdrmix.run_folder import read_metrics
+from cdrmix.records import Record
 from cdrmix.training.callbacks import Callback
-from cdrmix.training.metrics import Record
 from cdrmix.workflow import run_all
 
 Arguments = Callable[..., list[str]]

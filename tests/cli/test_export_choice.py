@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from in_process import main
+from json_rows import read_metrics
 
 from cdrmix.inference.checkpoints import read_weights
 from cdrmix.inference.load import load_exported
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 
 Arguments = Callable[..., list[str]]
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from in_process import main
+from json_rows import read_metrics
 
 from cdrmix import workflow
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError
 from cdrmix.report.report import write_report
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.training.extension import extend
 
 CONSTANT = ("train.schedule=constant", "train.evaluate_every=1000", "train.checkpoint_every=1000")

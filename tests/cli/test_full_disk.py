@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from in_process import main
+from json_rows import read_metrics
 
 from cdrmix.config.schema import Config
 from cdrmix.data.prepare import prepare
 from cdrmix.inference.checkpoints import list_checkpoints, verify_checkpoint
 from cdrmix.plan.disk import check_disk, disk_of
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.training.checkpoint_writer import when_full
 from cdrmix.units import amount_of_bytes
 

@@ -308,8 +308,8 @@ def damage_line(run: Path) -> None:
     ("damage", "message"),
     [
         (damage_summary, "metrics.json is missing or damaged"),
-        (damage_encoding, "metrics.jsonl:2: this line is not UTF-8"),
-        (damage_line, "metrics.jsonl: 2 of 4 lines are no recorded steps"),
+        (damage_encoding, "metrics.jsonl:2: is not JSON: 'utf-8' codec can't decode byte 0xff"),
+        (damage_line, "metrics.jsonl:2: is not JSON: Expecting property name"),
     ],
 )
 def test_a_damaged_run(run: Path, damage: Callable[[Path], None], message: str, capsys: Capture) -> None:

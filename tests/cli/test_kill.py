@@ -11,8 +11,7 @@ import forked
 import pytest
 from forked import Forked
 from in_process import main
-
-from cdrmix.run_folder import read_metrics
+from json_rows import read_metrics
 
 STEPS = 12
 CHECKPOINT_EVERY = 3

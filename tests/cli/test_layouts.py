@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from in_process import main
+from json_rows import read_metrics
 
 from cdrmix.inference.checkpoints import list_checkpoints
-from cdrmix.run_folder import read_metrics
 
 Arguments = Callable[..., list[str]]
 SETTINGS = (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from in_process import main
+from json_rows import read_metrics
 
 import cdrmix
 from cdrmix.inference.checkpoints import list_checkpoints
-from cdrmix.run_folder import read_metrics
 
 Arguments = Callable[..., list[str]]
 TWELVE = ("train.steps=12", "train.evaluate_every=4")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from in_process import main
+from json_rows import read_metrics
 from public_rwkv7 import VOCABULARY, logits_of_the_package, public_weights
 
 from cdrmix.inference.load import load_model
-from cdrmix.run_folder import read_metrics
 
 MODEL = """
 model:

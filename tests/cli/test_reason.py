@@ -15,6 +15,7 @@ import forked
 import pytest
 import torch
 from in_process import main
+from json_rows import read_metrics
 
 from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import read_weights
@@ -24,7 +25,6 @@ from cdrmix.reason import stage_b
 from cdrmix.reason.build import load_stage_b
 from cdrmix.reason.demo import demonstrate
 from cdrmix.reason.model import StageBModel
-from cdrmix.run_folder import read_metrics
 
 Arguments = Callable[..., list[str]]
 PHASES = ("plasticity", "acceptance", "imitation", "policy", "operations_imitation", "operations", "joint")

@@ -11,9 +11,9 @@ from pathlib import Path
 import forked
 import pytest
 from in_process import main
+from json_rows import read_metrics
 
 from cdrmix.data.tasks import make_example
-from cdrmix.run_folder import read_metrics
 
 Arguments = Callable[..., list[str]]
 ROWS = 200

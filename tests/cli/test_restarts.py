@@ -17,11 +17,12 @@ from pathlib import Path
 import forked
 import pytest
 from in_process import main
+from json_rows import read_metrics
 
 from cdrmix import workflow
 from cdrmix.config.schema import Config
 from cdrmix.errors import UNEXPECTED, OutOfMemoryError
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.training import launch
 from cdrmix.training.launch import CRASHED
 

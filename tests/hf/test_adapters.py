@@ -33,10 +33,10 @@ from cdrmix.hf.build import build_foreign, make_model
 from cdrmix.hf.foreign import base_model, section_of
 from cdrmix.hf.load import load_trained
 from cdrmix.inference.checkpoints import read_weights
+from cdrmix.records import Record
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.distributed import join
 from cdrmix.training.engine import make_engine
-from cdrmix.training.metrics import Record
 from cdrmix.workflow import run_all
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from json_rows import read_metrics
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,7 +25,7 @@ from cdrmix.data.tokenizer import TextTokenizer
 from cdrmix.errors import ConfigError
 from cdrmix.hf.build import build_foreign
 from cdrmix.hf.foreign import ForeignLossModel
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import restored_settings
 from cdrmix.training.distributed import join
 from cdrmix.training.preferences import log_probs

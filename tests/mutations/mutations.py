@@ -1269,8 +1269,8 @@ MUTATIONS = (
     Mutation(
         "run folder: a resumed run has the records of its first step twice",
         "cdrmix/run_folder.py",
-        'if row["step"] <= step]',
-        'if row["step"] <= step + 1]',
+        "if of_line <= step]",
+        "if of_line <= step + 1]",
         ("tests/output/test_run_folder.py::test_metrics_survive_a_kill_and_hold_each_step_once_after_resume",),
     ),
     Mutation(
@@ -1423,10 +1423,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a summary of others has values of any type",
-        "cdrmix/run_folder.py",
-        "if isinstance(value, SUMMARY.get(key, object))}",
-        "if key}",
-        ("tests/cli/test_hostile_runs.py::test_a_key_of_a_summary_without_its_type_is_missing",),
+        "cdrmix/summary.py",
+        "    held_out: _HeldOut = MISSING",
+        "    held_out: Any = MISSING",
+        ("tests/cli/test_wrong_records.py::test_a_wrong_value_in_a_summary",),
     ),
     # C++
     Mutation(

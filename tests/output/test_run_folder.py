@@ -12,15 +12,17 @@ import types
 from pathlib import Path
 
 import pytest
+from json_rows import read_metrics
 
 from cdrmix import workflow as lifecycle
 from cdrmix.config.batch_sizes import BatchSizes
 from cdrmix.config.schema import Config
 from cdrmix.errors import ConfigError, DiskFullError
+from cdrmix.records import StepRecord
 from cdrmix.report.report import write_report
-from cdrmix.run_folder import RunFolder, finite, read_metrics
+from cdrmix.run_folder import RunFolder, finite
 from cdrmix.training.console import Console
-from cdrmix.training.metrics import StepRecord, scalars
+from cdrmix.training.metrics import scalars
 from cdrmix.training.trackers import Trackers, check_trackers
 from cdrmix.units import amount, clock
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed")
 
+from json_rows import read_metrics
+
 from cdrmix.config.schema import Config
 from cdrmix.data.batch import Batch
 from cdrmix.data.loader import train_loader
@@ -20,7 +22,7 @@ from cdrmix.data.shards import ShardSet
 from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import list_checkpoints, read_weights
 from cdrmix.reason.phase import phase_config
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.training.launch import check_processes
 from cdrmix.training.stage_a import train
 from cdrmix.training.threads import ThreadChoice

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
+from json_rows import read_metrics
 
 from cdrmix.config.schema import Config
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import ShardSet
 from cdrmix.errors import ConfigError
 from cdrmix.inference.checkpoints import list_checkpoints, verify_checkpoint
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import read_progress
 from cdrmix.training.stage_a import train

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_rows import read_metrics
 
 from cdrmix.errors import OutOfMemoryError
 from cdrmix.inference.checkpoints import list_checkpoints
-from cdrmix.run_folder import read_metrics
 
 # 201 million parameters, 767 MiB. One process has their weights, gradients, moments and average. Of four, each has a
 # quarter of these, and while it loads a checkpoint, whole files of it are mapped into its memory.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from json_rows import read_metrics
 
 from cdrmix.config.schema import Config
 from cdrmix.data.loader import EvalLoader, train_loader
@@ -19,11 +20,12 @@ from cdrmix.data.objectives import PARTS
 from cdrmix.data.prepare import prepare
 from cdrmix.data.shards import open_shards
 from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
+from cdrmix.records import StepRecord
 from cdrmix.report.report import write_report
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import restored_settings
 from cdrmix.training.build import build_loss_model
-from cdrmix.training.metrics import StepRecord, scalars
+from cdrmix.training.metrics import scalars
 from cdrmix.training.stage_a import train
 
 pytestmark = pytest.mark.usefixtures("own_settings")

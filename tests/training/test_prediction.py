@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs deepspeed, which is not installed")
 
+from json_rows import read_metrics
+
 from cdrmix.report.report import write_report
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.training import stage_a
 from cdrmix.training.console import Console
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from json_rows import read_metrics
 from torch import Tensor
 
 from cdrmix.config.schema import Config
@@ -28,7 +29,7 @@ from cdrmix.errors import CheckpointError, ConfigError, VocabularyError
 from cdrmix.inference.checkpoints import newest_whole_checkpoint, read_weights
 from cdrmix.inference.load import load_model
 from cdrmix.model.loss import LossModel
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.training import engine as engine_module
 from cdrmix.training import stage_a
 from cdrmix.training.build import build_loss_model

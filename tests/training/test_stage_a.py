@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from json_rows import read_metrics
 from torch import Tensor
 from torch._inductor.async_compile import AsyncCompile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +29,7 @@ from cdrmix.inference.checkpoints import list_checkpoints, newest_whole_checkpoi
 from cdrmix.inference.choice import find_checkpoint
 from cdrmix.model.depth import FIRST_BIAS
 from cdrmix.model.loss import Losses, LossModel
-from cdrmix.run_folder import RunFolder, read_metrics
+from cdrmix.run_folder import RunFolder
 from cdrmix.training import stage_a
 from cdrmix.training.console import Console
 from cdrmix.training.engine import Engine

@@ -45,7 +45,7 @@ class Window:
 
     @classmethod
     def of(cls, reasoning: Reasoning, source: EpisodeSource) -> Window:
-        """The layout of a configuration, whose heads divide the memory's tokens (config.validators_reasoning)."""
+        """The layout of a configuration, whose heads divide the memory's tokens (config.conflicts.reasoning)."""
         memory, heads = reasoning.memory.tokens, reasoning.memory.heads
         return cls(source.question, memory, heads, source.chunk, source.answer, source.pad, source.marks)
 

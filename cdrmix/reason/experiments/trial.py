@@ -17,11 +17,11 @@ from cdrmix.reason.build import make_phase
 from cdrmix.reason.joint import parts_of
 from cdrmix.reason.model import StageBModel
 from cdrmix.reason.phase import Phase, PhaseObjective, freeze, phase_config, reasoning_of
+from cdrmix.records import PhaseRecord, Record
 from cdrmix.training.callbacks import Callback
 from cdrmix.training.checkpoint import Fingerprints, Progress, Saver, load_checkpoint
 from cdrmix.training.distributed import join
 from cdrmix.training.engine import make_engine
-from cdrmix.training.metrics import PhaseRecord, Record
 from cdrmix.training.threads import ThreadChoice
 from cdrmix.training.trainer import Trainer
 
