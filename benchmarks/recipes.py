@@ -33,7 +33,7 @@ import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from cdrmix.cli_common import positive_integer
+from cdrmix.cli.arguments import positive_integer
 from cdrmix.config.schema import Config
 from cdrmix.data.prepare import prepare
 from cdrmix.errors import CdrmixError, ConfigError

@@ -35,7 +35,7 @@ import numpy as np
 from cdrmix import plugins
 
 MODULES = (
-    *("cdrmix.workflow", "cdrmix.cli_eval", "deepspeed", "torch._dynamo", "matplotlib.figure"),
+    *("cdrmix.workflow", "cdrmix.cli", "deepspeed", "torch._dynamo", "matplotlib.figure"),
     "deepspeed.runtime.zero.muon.muon_optimizer",  # ZeRO imports it, and it PyTorch's code generator
 )
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")

@@ -43,8 +43,6 @@ LAYERS = [
     {"watch"},
     {"workflow", "doctor"},
     {"ladder"},
-    {"cli_common"},
-    {"commands", "cli_checkpoints", "cli_eval", "cli_gates", "cli_ladder"},
     {"cli"},
     {"entry"},
 ]
@@ -119,7 +117,7 @@ OWNERS = {
         "cdrmix/data/sources/streams.py",  # the error of a README.md that the package datasets reads
     },
     "matplotlib": {"cdrmix/report"},
-    "rich": {"cdrmix/training/console.py", "cdrmix/cli.py"},
+    "rich": {"cdrmix/training/console.py", "cdrmix/cli/__init__.py"},
     "tensorboard": {"cdrmix/training/trackers.py"},
     "wandb": {"cdrmix/training/trackers.py"},
     "mlflow": {"cdrmix/training/trackers.py"},

@@ -1,7 +1,4 @@
-"""What several commands of the command line share: types of arguments, common arguments, and what they stand for.
-
-The functions import the packages that they need themselves, so that `cdrmix --help` does not import PyTorch.
-"""
+"""What several commands share: types of arguments, common arguments, and what they stand for."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ import sys
 from pathlib import Path
 
 from cdrmix.errors import ConfigError
+
+PRESETS = ("quick", "standard", "full", "production")  # of gates
 
 
 def positive_integer(text: str) -> int:

@@ -1,7 +1,4 @@
-"""`cdrmix eval` and `cdrmix eval watch`: their arguments, and the functions that they call.
-
-The functions import the packages that they need themselves, so that `cdrmix --help` does not import PyTorch.
-"""
+"""`cdrmix eval`: bits per byte on held-out text, tasks, tasks of lm-eval, suites."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from cdrmix.cli_common import (
+from cdrmix.cli.arguments import (
     add_checkpoint,
     add_device,
     add_model,
@@ -22,7 +19,7 @@ from cdrmix.cli_common import (
     positive_integer,
     write_file,
 )
-from cdrmix.config.schema import Config
+from cdrmix.cli.commands import Commands
 from cdrmix.errors import ConfigError
 
 LENGTHS, COUNT, SEED = (1024, 4096), 50, 1  # defaults of `cdrmix eval --tasks`
@@ -41,8 +38,13 @@ OPTIONS_OF = {
 EXAMPLES = {"tasks": "recall", "harness": "cdrmix_held_out", "suite": "code"}
 
 
-def add_eval_options(evaluate: argparse.ArgumentParser) -> None:
-    """The arguments of `cdrmix eval`."""
+def add(commands: Commands) -> None:
+    text = (
+        "measure bits per byte on held-out text, and compare with unigram, gzip, zstd; with --tasks: measure the share "
+        "of right answers to generated questions, by length; with --harness: run tasks of lm-eval; with --suite: "
+        "run suites, such as code, choices, long, leak, latency"
+    )
+    evaluate = commands.add_with_config("eval", run, text, required=False)
     add_model(evaluate)
     add_checkpoint(evaluate, "last")
     add_device(evaluate)
@@ -108,17 +110,7 @@ def _suite_options(evaluate: argparse.ArgumentParser) -> None:
     suite.add_argument("--allow-unsafe-execution", action="store_true", default=None, help=text)
 
 
-def add_watch_options(watch: argparse.ArgumentParser) -> None:
-    """The arguments of `cdrmix eval watch`."""
-    watch.set_defaults(config=None)  # takes overrides
-    watch.add_argument("run", type=Path, metavar="RUN", help="the run folder")
-    text = "suites, such as code (default: evaluation.suites of the run); evaluation.samples=5 sets another key"
-    watch.add_argument("--suite", type=name_list, metavar="A,B", help=text)
-    watch.add_argument("--once", action="store_true", help="evaluate the newest checkpoint that is there, and end")
-    watch.add_argument("--parent", type=positive_integer, help=argparse.SUPPRESS)  # the training that started it
-
-
-def eval(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     kinds = [kind for kind in EXAMPLES if getattr(options, kind) is not None]
     for name, needed in OPTIONS_OF.items():
         if getattr(options, name) is not None and not set(kinds) & set(needed):
@@ -237,20 +229,3 @@ def _eval_harness(options: argparse.Namespace) -> int:
         scores.write(options.out)
     print(json.dumps(scores.as_json(), indent=2, allow_nan=False) if options.json else scores.table())
     return 0
-
-
-def eval_watch(options: argparse.Namespace) -> int:
-    """Returns exit code 1 if the evaluation of a suite has failed."""
-    from cdrmix.run_folder import RunFolder
-    from cdrmix.watch.watcher import keep_results, watch
-
-    run = RunFolder.open(options.run.absolute())
-    given = [f"evaluation.suites=[{', '.join(options.suite)}]"] if options.suite else []
-    others = [word for word in options.overrides if not word.startswith("evaluation.")]
-    if others:
-        raise ConfigError(f"{others[0]}: `eval watch` takes only keys of the section evaluation")
-    config = Config.from_yaml(run.config_snapshot, [*given, *options.overrides])
-    succeeded = watch(run, config, once=options.once, parent=options.parent, say=lambda text: print(text, flush=True))
-    if options.parent is None:
-        keep_results(run)
-    return 0 if succeeded else 1

@@ -1,7 +1,4 @@
-"""`cdrmix ladder` and its commands: their arguments, and the functions that they call.
-
-The functions import the packages that they need themselves, so that `cdrmix --help` does not import PyTorch.
-"""
+"""`cdrmix ladder`: compares the rungs of a ladder, climbs it, shows its state, forecasts losses."""
 
 from __future__ import annotations
 
@@ -11,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cdrmix.cli_common import check_writable, name_list, positive_integer, share, write_file
+from cdrmix.cli.arguments import check_writable, name_list, positive_integer, share, write_file
+from cdrmix.cli.commands import Commands
 from cdrmix.errors import ConfigError
 from cdrmix.gpus import GPUS
 
@@ -22,11 +20,10 @@ if TYPE_CHECKING:
 EPILOG = "Arguments of the form ladder.key=value override keys of the ladder file. Example: ladder.gates=standard"
 
 
-def add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """`ladder` prints a table, and has a command of its own."""
+def add(commands: Commands) -> None:
+    """`ladder` prints a table, and has commands of its own."""
     text = "compare the rungs of a ladder of models: parameters, operations, tokens, memory, learning rate, hours"
-    ladder = subparsers.add_parser("ladder", help=text, description=text, allow_abbrev=False)
-    ladder.set_defaults(command=compare, name="ladder")
+    ladder = commands.add("ladder", compare, text)
     text = "families of configs/ladder to print (default dense,hybrid; there is micro too)"
     ladder.add_argument("--families", type=name_list, default=["dense", "hybrid"], metavar="A,B", help=text)
     text = "a configuration to print instead of the families; may be repeated"
@@ -43,14 +40,13 @@ def add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     text = "tokens of the training for each parameter (default: that of each rung)"
     ladder.add_argument("--tokens-per-parameter", type=positive_integer, metavar="N", help=text)
     ladder.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    actions = ladder.add_subparsers(dest="action", metavar="COMMAND")
+    actions = Commands(ladder, "ladder ", required=False)
     _add_run_and_status(actions)
     text = (
         "forecast the held-out loss of a rung from smaller ones, and judge the measured loss; exit code 1 if it is "
         "outside of the band, or with too few rungs"
     )
-    sub = actions.add_parser("forecast", help=text, description=text, allow_abbrev=False)
-    sub.set_defaults(command=forecast, name="ladder forecast")
+    sub = actions.add("forecast", forecast, text)
     text = (
         "table, CSV or JSON lines: compute (operations of the training), loss (nats per token; empty for a rung that "
         "is not trained yet), and optionally name, seed, parameters, tokens; lines of one name are seeds of one rung; "
@@ -62,14 +58,13 @@ def add_ladder(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     sub.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def _add_run_and_status(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_run_and_status(actions: Commands) -> None:
     """Adds the two commands to those of `cdrmix ladder`."""
     text = (
         "train the rungs of a ladder in turn: forecast, train, evaluate, gates, promote; the same command continues a "
         "ladder that was stopped; exit code 14 if a gate fails, 15 if gates are undecided"
     )
-    climb = actions.add_parser("run", help=text, description=text, allow_abbrev=False, epilog=EPILOG)
-    climb.set_defaults(command=run, name="ladder run")
+    climb = actions.add("run", run, text, epilog=EPILOG)
     _which(climb, required=True)
     climb.add_argument("--up-to", metavar="RUNG", help="the last rung to train (default: all), such as 500m")
     text = "print what each rung costs and what the ledger says of it, and stop; nothing is written"
@@ -82,8 +77,7 @@ def _add_run_and_status(actions: argparse._SubParsersAction[argparse.ArgumentPar
     climb.add_argument("--nproc", type=int, default=1, metavar="N", help=text)
 
     text = "verify the ledger of a ladder and the files that it records, and print the state of each rung"
-    show = actions.add_parser("status", help=text, description=text, allow_abbrev=False, epilog=EPILOG)
-    show.set_defaults(command=status, name="ladder status")
+    show = actions.add("status", status, text, epilog=EPILOG)
     show.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="the folder of the ladder")
     _which(show, required=False)
     show.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -1,35 +1,33 @@
-"""`cdrmix checkpoints`: its arguments, and the functions that they call, each from the options to the exit code."""
+"""`cdrmix checkpoints`: lists, verifies, prunes and mirrors the checkpoints of a run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from cdrmix.cli_common import positive_integer
+from cdrmix.cli.arguments import positive_integer
+from cdrmix.cli.commands import Commands, Run
 from cdrmix.errors import CheckpointError
 
 
-def add_checkpoints(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the command, which has commands of its own."""
-    text = "list, verify and remove the checkpoints of a run, and copy them to a second store"
-    checkpoints = subparsers.add_parser("checkpoints", help=text, description=text, allow_abbrev=False)
-    actions = checkpoints.add_subparsers(dest="action", required=True, metavar="COMMAND")
+def add(commands: Commands) -> None:
+    actions = commands.group(
+        "checkpoints", "list, verify and remove the checkpoints of a run, and copy them to a second store"
+    )
 
-    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        sub = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-        sub.set_defaults(command=command, name=f"checkpoints {name}")
+    def of_run(name: str, command: Run, text: str) -> argparse.ArgumentParser:
+        sub = actions.add(name, command, text)
         sub.add_argument("run", type=Path, metavar="RUN", help="a run folder, or a run in a mirror")
         return sub
 
     text = "print step, tokens, size, held-out figure, the reasons to keep it, whether it is complete and in run.mirror"
-    add("list", list_, text).add_argument("--json", action="store_true", help="print JSON instead of a table")
+    of_run("list", list_, text).add_argument("--json", action="store_true", help="print JSON instead of a table")
     text = "read every file and compare it with its hash; exit code 5 if one is damaged or missing"
-    add("verify", verify, text)
+    of_run("verify", verify, text)
     text = "remove the checkpoints that no rule keeps; the best, queued ones and the only complete one always stay"
-    prune_ = add("prune", prune, text)
+    prune_ = of_run("prune", prune, text)
     prune_.add_argument(
         "--keep-last", type=positive_integer, metavar="N", help="periodic ones to keep (default: train.keep_last)"
     )
@@ -37,7 +35,7 @@ def add_checkpoints(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
     prune_.add_argument("--keep-every", type=positive_integer, metavar="N", help=text)
     prune_.add_argument("--dry-run", action="store_true", help="print what would be removed; remove nothing")
     text = "copy to a second store what it lacks: checkpoints, and what is needed to resume from them"
-    mirror_ = add("mirror", mirror, text)
+    mirror_ = of_run("mirror", mirror, text)
     mirror_.add_argument("--to", type=Path, metavar="FOLDER", help="the second store (default: run.mirror)")
 
 
