@@ -20,6 +20,7 @@ from cdrmix.durable import disk_guard, lock_file, write_atomically
 from cdrmix.errors import ConfigError, CorpusError, DiskFullError, ShardError
 from cdrmix.records import Extension, complete_lines, read_line, read_lines, read_record, write_lines
 from cdrmix.summary import read_summary
+from cdrmix.units import utc_now
 
 EXTENSIONS = "extensions.jsonl"
 RECORDED = "recorded_step"  # key of metrics.json
@@ -161,7 +162,7 @@ class RunFolder:
         lock, and has checked that the change leaves these steps as they are.
         """
         before = self.summary().get("config_hash")
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        now = utc_now()
         keys = {each.key: [each.before, each.after] for each in changed}
         row = {"time": now, "step": step, "from": before, "to": config.hash(), "keys": keys}
         # First the record, which names both hashes: after a kill in between the same command goes on.
@@ -306,7 +307,7 @@ class RunFolder:
     def note(self, text: str) -> None:
         """Appends a line to train.log only, with the UTC time."""
         if self.writes:
-            now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            now = utc_now()
             with self.log.open("a", encoding="utf-8") as log:
                 log.writelines(f"{now} {line}\n" for line in text.splitlines() or [""])
 
@@ -345,7 +346,7 @@ class RunFolder:
             self.say(f"{text} of the run's order: {reason}")
 
     def _add_fault(self, fault: Mapping[str, Any]) -> None:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        now = utc_now()
         kept = [line.text for line in complete_lines(self.faults)]
         with disk_guard(f"{self.faults}", "Free some space, then continue with --resume auto."):
             write_lines(self.faults, [*kept, json.dumps({"time": now, **fault}).encode()])

@@ -1,6 +1,8 @@
-"""Counts, sizes and durations as a person reads them."""
+"""Counts, sizes, durations and times as a person reads them."""
 
 from __future__ import annotations
+
+import datetime
 
 
 def amount(value: float) -> str:
@@ -25,3 +27,13 @@ def clock(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def utc_text(time: datetime.datetime) -> str:
+    """A time with a zone as files and messages have it: 2026-03-01T12:00:00Z."""
+    return time.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def utc_now() -> str:
+    """The present time in that form."""
+    return utc_text(datetime.datetime.now(datetime.UTC))

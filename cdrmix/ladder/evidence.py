@@ -21,6 +21,7 @@ from cdrmix.errors import CheckpointError, ConfigError, ExportMismatchError
 from cdrmix.inference.load import SUMS, read_sums
 from cdrmix.json_text import parse_json
 from cdrmix.ladder.verdict import Outcome, exit_code
+from cdrmix.units import utc_text
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
@@ -222,11 +223,11 @@ def _missing_evidence(
             if earlier is None:
                 what = "is missing"
             elif earlier.time < later.time and sha256_file(earlier.path) != digest:
-                what = f"is another one, of {_text(earlier.time)}"
+                what = f"is another one, of {utc_text(earlier.time)}"
             else:
                 continue
             problems.append(
-                f"{export / name} {what}, and {path.name} of {_text(later.time)} names it: restore it, or "
+                f"{export / name} {what}, and {path.name} of {utc_text(later.time)} names it: restore it, or "
                 f"judge the run again with --preset {later.preset} --sign KEY"
             )
     return problems
@@ -244,16 +245,12 @@ def _unmet(
     ]
     if not_before is not None:
         problems += [
-            f"{each.path} is of {_text(each.time)}, and --not-before requires {_text(not_before)} or later: judge the "
-            f"run again with --preset {each.preset}"
+            f"{each.path} is of {utc_text(each.time)}, and --not-before requires {utc_text(not_before)} or later: judge "
+            f"the run again with --preset {each.preset}"
             for each in found
             if each.time < not_before and (not required or each.preset in required)
         ]
     return problems
-
-
-def _text(time: datetime.datetime) -> str:
-    return time.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _read(path: Path) -> dict[str, Any]:

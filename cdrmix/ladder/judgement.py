@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import hashlib
 import json
 import tempfile
@@ -35,6 +34,7 @@ from cdrmix.ladder.gates import Gate
 from cdrmix.ladder.presets import TRAINS_AGAIN, Check, preset
 from cdrmix.ladder.verdict import Outcome, Verdict, checked, exit_code
 from cdrmix.run_folder import RunFolder, environment
+from cdrmix.units import utc_now
 
 FOLDER = "gates"
 HISTORY = "history.jsonl"
@@ -250,7 +250,7 @@ def _write(
     else:
         subjects = {run.config_snapshot.name: sha256_file(run.config_snapshot)}
     evidence = folder / f"{judgement.preset}.json"
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    now = utc_now()
     predicate = _predicate(judgement, checks, facts, hashlib.sha256(facts_bytes).hexdigest(), custom, now)
     former = (folder / HISTORY).read_bytes() if (folder / HISTORY).is_file() else b""
     predicate["cdrmix"]["before"] = {

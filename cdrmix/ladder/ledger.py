@@ -14,7 +14,6 @@ that the runner could have written.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +26,7 @@ from cdrmix.errors import ConfigError, LedgerError
 from cdrmix.json_text import parse_json
 from cdrmix.ladder.ledger_lines import missing_part, out_of_order
 from cdrmix.run_folder import finite
+from cdrmix.units import utc_now
 
 LEDGER, HEAD, LOCK = "ledger.jsonl", "ledger.head", "lock"
 FIRST = "0" * 64  # the hash before the first line
@@ -64,7 +64,7 @@ class Ledger:
 
     def append(self, kind: Kind, rung: str, facts: Mapping[str, Any], record: Mapping[str, Any]) -> Entry:
         """Adds a line durably. Raises DiskFullError. A kill leaves either the ledger before it or the one after it."""
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = utc_now()
         values = (len(self._lines) + 1, self._last(), kind, rung, finite(facts), {"time": now, **finite(record)})
         assert missing_part(kind, *values[-2:]) is None, values
         line = json.dumps(dict(zip(KEYS, values, strict=True)), allow_nan=False, ensure_ascii=False)

@@ -13,7 +13,6 @@ is not complete, so an interrupted copy is never taken for one. The files are ve
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import hashlib
 import json
@@ -31,6 +30,7 @@ from cdrmix.inference.checkpoints import MANIFEST, list_checkpoints, pointed, re
 from cdrmix.json_text import parse_json
 from cdrmix.run_folder import EXTENSIONS, RunFolder
 from cdrmix.training.retention import BEST, Rules, reasons_to_keep
+from cdrmix.units import utc_now
 
 ABOUT = "mirror.json"
 ID = "mirror_id"  # key of metrics.json: names the run, wherever its folder is
@@ -192,7 +192,7 @@ class Mirror:
             "config_hash": summary.get("config_hash"),
             "writer": self._writer,
             "host": socket.gethostname(),
-            "since": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "since": utc_now(),
             "files": self._sums,
         }
         _write(self.path / ABOUT, json.dumps(about, indent=2) + "\n")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
 import signal
@@ -32,6 +31,7 @@ from cdrmix.records import end_last_line
 from cdrmix.run_folder import RunFolder
 from cdrmix.runtime import device_type
 from cdrmix.training.faults import StopRequest
+from cdrmix.units import utc_now
 from cdrmix.watch.priority import end_with_parent, lower_priority
 from cdrmix.watch.queue import Candidate, Due, Queue
 from cdrmix.watch.worker import Job
@@ -118,17 +118,13 @@ def _locked(run: RunFolder) -> Iterator[None]:
 
         lock_file(file, other)
         file.truncate(0)
-        file.write(f"{_process()}, since {_now()}\n")
+        file.write(f"{_process()}, since {utc_now()}\n")
         file.flush()
         yield
 
 
 def _process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class _Watcher:
@@ -337,7 +333,7 @@ class _Watcher:
 
     def _append(self, row: dict[str, Any]) -> None:
         """Writes a row and flushes it to the disk."""
-        row = {"options": self._options, "measures": [], **row, "time": _now()}
+        row = {"options": self._options, "measures": [], **row, "time": utc_now()}
         row.pop("process", None)
         self._rows.append(row)
         path = self._run.evaluation_rows
