@@ -245,8 +245,8 @@ def _unmet(
     ]
     if not_before is not None:
         problems += [
-            f"{each.path} is of {utc_text(each.time)}, and --not-before requires {utc_text(not_before)} or later: judge "
-            f"the run again with --preset {each.preset}"
+            f"{each.path} is of {utc_text(each.time)}, and --not-before requires {utc_text(not_before)} or later: "
+            f"judge the run again with --preset {each.preset}"
             for each in found
             if each.time < not_before and (not required or each.preset in required)
         ]
