@@ -268,10 +268,10 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_ids_are_found_when_it_is_made() -> None:
-    """The reference has one merge less than the file that fastokens reads."""
+    """The reference has one merge more than the file that fastokens reads."""
     content = json.loads(tokenizer_of("gpt2"))
     content["model"]["merges"] = content["model"]["merges"][1:]
-    encoder = make_encoder(reference_of(json.dumps(content).encode()), tokenizer_of("gpt2"))
+    encoder = make_encoder(reference_of(tokenizer_of("gpt2")), json.dumps(content).encode())
     assert isinstance(encoder, ReferenceEncoder)
     assert "other ids for the text of the self-check" in encoder.description
 
