@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cdrmix.config.schema import Config
 from cdrmix.config.schema_huggingface import HuggingFaceModel
@@ -18,9 +17,9 @@ from cdrmix.hf.foreign import ForeignLossModel, section_of, vocabulary
 from cdrmix.hf.head import Head
 from cdrmix.hf.mamba import is_installed
 from cdrmix.hf.packing import Packing
-from cdrmix.ops.backend import Platform, assume_platform
-from cdrmix.plan.trace import DOCUMENT_TOKENS, LiveBytes, MicroBatch, drop_gradient, make_fake
-from cdrmix.training.precision import AUTOCAST, Autocast
+from cdrmix.ops.backend import Platform
+from cdrmix.plan.trace import Gradients, LiveBytes, MicroBatch, documents_of, trace_module
+from cdrmix.training.precision import AUTOCAST
 
 NF4_BYTES = 0.52  # a weight in 4 bits, with its scales of two levels (arXiv 2305.14314)
 KEPT_OF_A_MATRIX = 2  # of the estimate without a trace: how often the inputs and outputs of a matrix are kept
@@ -246,23 +245,15 @@ def _traced(config: Config, platform: Platform, gradients_stay: bool, stage: int
     # Without model.lora, for which the loss model would read the files of the base.
     loss_model = ForeignLossModel(model, section_of(config).model_copy(update={"lora": None}))
     loss_model.assume(Packing("positions", operators=is_installed(model)), Head())
-    dtype = AUTOCAST[train.precision]
-    with assume_platform(platform), FakeTensorMode():
-        make_fake(loss_model)
-        parameters = list(loss_model.parameters())
-        live = _InPlace(platform)
-        for parameter in parameters:
-            if gradients_stay and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(drop_gradient)
+
+    def inputs() -> tuple[Any, ...]:
         ids = torch.zeros(rows, length, dtype=torch.long)
-        weights = torch.ones(rows, length)
-        documents = torch.zeros(rows * max(1, length // DOCUMENT_TOKENS) + 1, dtype=torch.int32)
-        live.leave_out([*parameters, *loss_model.buffers(), ids, weights, documents])
-        with live:
-            losses = Autocast(loss_model, "cpu", dtype, stage=stage)(ids, ids, weights, documents, float(rows * length))
-            saved = live.by_operator()
-            losses.total.backward()
-    return MicroBatch(saved, 0, max(live.levels))
+        return ids, ids, torch.ones(rows, length), documents_of(rows, length), float(rows * length)
+
+    gradients: Gradients = "dropped" if gradients_stay else "made"
+    dtype, live = AUTOCAST[train.precision], _InPlace(platform)
+    traced = trace_module(loss_model, inputs, platform, dtype, stage=stage, gradients=gradients, casts=False, live=live)
+    return traced.micro_batch()
 
 
 def _estimated(config: Config, size: ForeignModelSize) -> MicroBatch:

@@ -10,26 +10,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from cdrmix.config.schema import Config
-from cdrmix.errors import ConfigError
 from cdrmix.model.cache import branch, plastic_only, select
 from cdrmix.model.fast_weights import FastWeightOptions
 from cdrmix.model.language_model import LanguageModel, Output
 from cdrmix.model.loss import LossModel
-from cdrmix.ops import weights as compute_weights
-from cdrmix.ops.backend import Platform, assume_platform
+from cdrmix.ops.backend import Platform
 from cdrmix.plan.trace import (
     DOCUMENT_TOKENS,
-    FULL_TRACE_LAYERS,
-    NAMES,
-    LiveBytes,
+    Gradients,
     MicroBatch,
-    drop_gradient,
-    make_fake,
-    period_of,
+    Traced,
+    of_layers,
+    trace_module,
     traced_stage,
     with_experts_of_a_rank,
     with_layers,
@@ -39,7 +34,7 @@ from cdrmix.reason.model import StageBModel
 from cdrmix.reason.rl.grpo import Objective, Totals, entropy, policy_loss
 from cdrmix.reason.rl.rollout import taken
 from cdrmix.training.build import narrow_residual
-from cdrmix.training.precision import AUTOCAST, Autocast, attach_copies
+from cdrmix.training.precision import AUTOCAST
 
 # Bytes of a sampled token for each row and word: logits, the same by the temperature, their logarithms, in float32;
 # probabilities and their sums in float64 (`rl/rollout.py`).
@@ -258,20 +253,10 @@ def trace_passes(
     if stage == 3:
         model = with_experts_of_a_rank(model, config.train)
         config = config.model_copy(update={"model": model})
-    period = period_of(model)
-    if model.layers <= FULL_TRACE_LAYERS or period is None:
-        early, late, saved, copies = _traced(config, model.layers, passes, trains, platform, stage, several)
-        return MicroBatch({"all": saved}, copies, max(early, late))
-    fewer = period * max(2, 8 // period)
-    more = fewer + period * max(1, 4 // period)
-    steps = (model.layers - fewer) / (more - fewer)
-    short = _traced(config, fewer, passes, trains, platform, stage, several)
-    long = _traced(config, more, passes, trains, platform, stage, several)
-    early, late, saved, copies = (round(a + steps * (b - a)) for a, b in zip(short, long, strict=True))
-    return MicroBatch({"all": saved}, copies, max(early, late))
+    return of_layers(model, lambda layers: _traced(config, layers, passes, trains, platform, stage, several))
 
 
-_results: dict[str, tuple[int, int, int, int]] = {}
+_results: dict[str, Traced] = {}
 
 
 def _traced(
@@ -282,8 +267,7 @@ def _traced(
     platform: Platform,
     stage: int,
     several: bool,
-) -> tuple[int, int, int, int]:
-    """Highest bytes in the first and in the second half, bytes that are saved between the passes, copies of weights."""
+) -> Traced:
     train, reasoning = config.train, config.reasoning
     assert reasoning is not None
     model_config = with_layers(config.cdrmix_model, layers)
@@ -308,35 +292,11 @@ def _traced(
         return _results[key]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in set(names))
+    gradients: Gradients = "none"
+    if trains is not None:
+        gradients = "dropped" if stage >= 2 else "added" if several else "made"
     dtype = AUTOCAST[train.precision]
-    with assume_platform(platform), FakeTensorMode():
-        make_fake(model)
-        parameters = list(model.parameters())
-        live = LiveBytes(platform)
-        for parameter in parameters:
-            if trains is None or not parameter.requires_grad:
-                continue
-            if stage >= 2:
-                parameter.register_post_accumulate_grad_hook(drop_gradient)
-            elif several:
-                parameter.grad = torch.zeros_like(parameter)
-                parameter.register_post_accumulate_grad_hook(live.pass_gradient)
-        attach_copies(parameters, dtype, stage)
-        live.leave_out([*parameters, *model.buffers()])
-        live.leave_out(parameter.grad for parameter in parameters)
-        model.train(trains is not None)
-        try:
-            with live, torch.set_grad_enabled(trains is not None):
-                loss = Autocast(model, "cpu", dtype, stage=stage)(passes)
-                copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
-                saved, forward = sum(live.by_operator().values()), len(live.levels)
-                if trains is not None:
-                    loss.backward()
-        except ValueError as error:  # of an operator without a kernel for this shape on this platform
-            raise ConfigError(f"this model cannot be trained on {NAMES[platform]}: {error}") from error
-    half = (forward + len(live.levels)) // 2
-    early, late = max(live.levels[:half], default=0), max(live.levels[half:], default=0)
-    _results[key] = early - copies, late - copies, saved if trains is not None else 0, copies
+    _results[key] = trace_module(model, lambda: (passes,), platform, dtype, stage=stage, gradients=gradients)
     return _results[key]
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -120,11 +120,6 @@ class LiveBytes(TorchDispatchMode):
 def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: int) -> MicroBatch:
     """The memory of a micro-batch of stage A on one process. accumulation: micro-batches of a process in a step. With a
     pipeline it is that of a model with as many blocks as the largest stage has.
-
-    A model with periodic mixers is traced with two smaller numbers of blocks and extrapolated. Each block adds the same
-    amount to the saved tensors and to the allocated memory at a given block. In the backward pass each block frees the
-    same amount and, in a step with one micro-batch, allocates gradients of the same size. So the allocated memory is
-    linear between the top and the bottom of the model, and its maximum is at one of the two.
     """
     train, model = config.train, config.cdrmix_model
     if zero_stage == 3:  # below it `memory` subtracts what the experts of other ranks need
@@ -146,13 +141,7 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
     layers = -(-model.layers // train.pipeline_parallel)
     if layers < model.layers:
         traced = dataclasses.replace(traced, model=with_layers(model, layers))
-    period = period_of(traced.model)
-    if layers <= FULL_TRACE_LAYERS or period is None:
-        return _trace(traced.key(layers), traced).micro_batch()
-    fewer = period * max(2, 8 // period)  # each half has at least one whole period
-    more = fewer + period * max(1, 4 // period)
-    steps = (layers - fewer) / (more - fewer)
-    return _extended(_trace(traced.key(fewer), traced), _trace(traced.key(more), traced), steps).micro_batch()
+    return of_layers(traced.model, lambda count: _trace(traced.key(count), traced))
 
 
 def traced_stage(zero_stage: int) -> int:
@@ -161,8 +150,8 @@ def traced_stage(zero_stage: int) -> int:
 
 
 @dataclass(frozen=True)
-class _TraceResult:
-    """A MicroBatch with two peaks: in the first half of the backward pass (and before), and in the second half."""
+class Traced:
+    """A MicroBatch with two peaks: in the first half of its passes and in the second half."""
 
     saved: dict[str, int]
     copies: int
@@ -171,6 +160,22 @@ class _TraceResult:
 
     def micro_batch(self) -> MicroBatch:
         return MicroBatch(self.saved, self.copies, max(self.early, self.late))
+
+
+def of_layers(model: Model, traced: Callable[[int], Traced]) -> MicroBatch:
+    """The memory of a model by traces of it with fewer layers. traced: the trace of its first layers, so many.
+
+    A model with periodic mixers is traced with two smaller numbers of blocks and extrapolated. Each block adds the same
+    amount to the saved tensors and to the allocated memory at a given block. In the backward pass each block frees the
+    same amount and, in a step with one micro-batch, allocates gradients of the same size. So the allocated memory is
+    linear between the top and the bottom of the model, and its maximum is at one of the two.
+    """
+    period = period_of(model)
+    if model.layers <= FULL_TRACE_LAYERS or period is None:
+        return traced(model.layers).micro_batch()
+    fewer = period * max(2, 8 // period)  # each half has at least one whole period
+    more = fewer + period * max(1, 4 // period)
+    return _extended(traced(fewer), traced(more), (model.layers - fewer) / (more - fewer)).micro_batch()
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,7 @@ def with_layers(model: Model, layers: int) -> Model:
     return model.model_copy(update={"layers": layers, "mixer_layers": listed, "feed_forward": feed_forward})
 
 
-def _extended(fewer: _TraceResult, more: _TraceResult, steps: float) -> _TraceResult:
+def _extended(fewer: Traced, more: Traced, steps: float) -> Traced:
     def line(first: int, second: int) -> int:
         return round(first + steps * (second - first))
 
@@ -216,7 +221,7 @@ def _extended(fewer: _TraceResult, more: _TraceResult, steps: float) -> _TraceRe
     saved = {name: line(fewer.saved.get(name, 0), more.saved.get(name, 0)) for name in operators}
     saved = dict(sorted(saved.items(), key=lambda pair: -pair[1]))
     peaks = line(fewer.early, more.early), line(fewer.late, more.late)
-    return _TraceResult(saved, line(fewer.copies, more.copies), *peaks)
+    return Traced(saved, line(fewer.copies, more.copies), *peaks)
 
 
 def period_of(model: Model) -> int | None:
@@ -230,19 +235,16 @@ def period_of(model: Model) -> int | None:
     return None
 
 
-_results: dict[str, _TraceResult] = {}
+_results: dict[str, Traced] = {}
 
 
-def _trace(key: str, traced: _TraceInput) -> _TraceResult:
+def _trace(key: str, traced: _TraceInput) -> Traced:
     if key not in _results:
-        try:
-            _results[key] = _run(traced, int(key.split()[0]))
-        except ValueError as error:  # of an operator without a kernel for this shape on this platform
-            raise ConfigError(f"this model cannot be trained on {NAMES[traced.platform]}: {error}") from error
+        _results[key] = _run(traced, int(key.split()[0]))
     return _results[key]
 
 
-def _run(traced: _TraceInput, layers: int) -> _TraceResult:
+def _run(traced: _TraceInput, layers: int) -> Traced:
     rows, length, processes = traced.rows, traced.row_length, traced.sequence_parallel
     with torch.device("meta"):
         model = LossModel(
@@ -255,36 +257,80 @@ def _run(traced: _TraceInput, layers: int) -> _TraceResult:
         )
     if traced.tensor_parallel > 1:
         divide(model, _Shares(None, 0, traced.tensor_parallel))
-    dtype = AUTOCAST[traced.precision]
-    with assume_platform(traced.platform), FakeTensorMode():
-        make_fake(model)
-        parameters = list(model.parameters())
-        live = LiveBytes(traced.platform)
-        if traced.gradients_pass:
-            for parameter in parameters:
-                if traced.zero_stage < 2:
-                    parameter.grad = torch.zeros_like(parameter)
-                    parameter.register_post_accumulate_grad_hook(live.pass_gradient)
-                else:
-                    parameter.register_post_accumulate_grad_hook(drop_gradient)
-        attach_copies(parameters, dtype, traced.zero_stage)
+    section = traced.model.prediction
+    depths = None if section is None else Depths(section.depth_weights, 0)
+
+    def inputs() -> tuple[Any, ...]:
         ids = torch.zeros(rows, length, dtype=torch.long)
         targets = torch.zeros(rows, length // processes, dtype=torch.long)
         weights = torch.ones(rows, length // processes)
-        documents = torch.zeros(rows * max(1, length // DOCUMENT_TOKENS) + 1, dtype=torch.int32)
-        live.leave_out([*parameters, *model.buffers(), ids, targets, weights, documents])
+        return ids, targets, weights, documents_of(rows, length), float(rows * length), 1.0, depths
+
+    gradients: Gradients = "made"
+    if traced.gradients_pass:
+        gradients = "added" if traced.zero_stage < 2 else "dropped"
+    dtype = AUTOCAST[traced.precision]
+    return trace_module(model, inputs, traced.platform, dtype, stage=traced.zero_stage, gradients=gradients)
+
+
+Gradients = Literal["made", "added", "dropped", "none"]
+
+
+def documents_of(rows: int, length: int) -> Tensor:
+    """The bounds of as many documents as rows of this length have on average."""
+    return torch.zeros(rows * max(1, length // DOCUMENT_TOKENS) + 1, dtype=torch.int32)
+
+
+def trace_module(
+    model: nn.Module,
+    inputs: Callable[[], tuple[Any, ...]],
+    platform: Platform,
+    dtype: torch.dtype | None,
+    *,
+    stage: int,
+    gradients: Gradients,
+    casts: bool = True,
+    live: LiveBytes | None = None,
+) -> Traced:
+    """Runs a module, whose result is a loss or has one (`total`), on fake tensors, and its backward pass.
+
+    inputs: makes its arguments. dtype: of autocast. stage: of ZeRO. gradients: made by the backward pass; added to
+    those that are there; dropped at once, as ZeRO partitions them; none: there is no backward pass. casts: the weights
+    have copies in the dtype of the products. live: the counter.
+    Raises ConfigError for a model with an operator that has no kernel for this shape on this platform.
+    """
+    live = LiveBytes(platform) if live is None else live
+    backward = gradients != "none"
+    with assume_platform(platform), FakeTensorMode():
+        make_fake(model)
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                continue
+            if gradients == "added":
+                parameter.grad = torch.zeros_like(parameter)
+                parameter.register_post_accumulate_grad_hook(live.pass_gradient)
+            elif gradients == "dropped":
+                parameter.register_post_accumulate_grad_hook(drop_gradient)
+        if casts:
+            attach_copies(parameters, dtype, stage)
+        arguments = inputs()
+        live.leave_out([*parameters, *model.buffers()])
+        live.leave_out(each for each in arguments if isinstance(each, Tensor))
         live.leave_out(parameter.grad for parameter in parameters)
-        section = traced.model.prediction
-        depths = None if section is None else Depths(section.depth_weights, 0)
-        with live:
-            arguments = ids, targets, weights, documents, float(rows * length), 1.0, depths
-            losses = Autocast(model, "cpu", dtype, stage=traced.zero_stage)(*arguments)
-            copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
-            saved = live.by_operator()
-            forward = len(live.levels)
-            losses.total.backward()
+        model.train(backward)
+        try:
+            with live, torch.set_grad_enabled(backward):
+                result = Autocast(model, "cpu", dtype, stage=stage)(*arguments)
+                copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
+                saved, forward = live.by_operator() if backward else {}, len(live.levels)
+                if backward:
+                    (result if isinstance(result, Tensor) else result.total).backward()
+        except ValueError as error:
+            raise ConfigError(f"this model cannot be trained on {NAMES[platform]}: {error}") from error
     half = (forward + len(live.levels)) // 2
-    return _TraceResult(saved, copies, max(live.levels[:half]) - copies, max(live.levels[half:]) - copies)
+    early, late = (max(levels, default=copies) - copies for levels in (live.levels[:half], live.levels[half:]))
+    return Traced(saved, copies, early, late)
 
 
 @dataclass(frozen=True)
