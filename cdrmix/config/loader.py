@@ -11,6 +11,7 @@ are plain data: a tag never constructs an object.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -237,6 +238,8 @@ def _read(path: Path, referenced_at: Location) -> str:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # not for want of this file
+            raise
         raise _UnreadableError(referenced_at, f"{name}cannot be read: {error.strerror}") from error
     except ValueError as error:  # a null byte in the name
         raise _UnreadableError(referenced_at, f"{str(path)!r} cannot be a file's name: {error}") from error
