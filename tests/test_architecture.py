@@ -53,6 +53,7 @@ LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for packag
 OWNERS = {
     "deepspeed": {
         "cdrmix/training/engine.py",
+        "cdrmix/training/updates.py",  # a gradient that ZeRO has partitioned
         "cdrmix/training/distributed.py",
         "cdrmix/training/expert_parallel.py",  # its process groups, and the class by which it knows a layer
         "cdrmix/training/model_weights.py",  # it gathers a parameter that ZeRO-3 has partitioned

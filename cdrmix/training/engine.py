@@ -27,7 +27,6 @@ How a gradient is computed. What DeepSpeed 0.19 does is read in its source and t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,12 +48,12 @@ from cdrmix.training.copies import Keep, on_cpu
 from cdrmix.training.deepspeed_config import BUCKET, accumulation, deepspeed_config
 from cdrmix.training.digests import Digests, digests
 from cdrmix.training.distributed import DistributedContext, any_threads
-from cdrmix.training.expert_parallel import expert_groups, is_expert_shard, total_norm
+from cdrmix.training.expert_parallel import expert_groups, is_expert_shard
 from cdrmix.training.gathered import Gathering
 from cdrmix.training.master_weights import MasterWeights
 from cdrmix.training.model_weights import ModelWeights
 from cdrmix.training.muon import OrthogonalizedMomentum
-from cdrmix.training.offload import HostGradients, move_state, offload_late_gradients
+from cdrmix.training.offload import move_state
 from cdrmix.training.optim import LossScale, WeightAverage, make_optimizer, parameter_groups
 from cdrmix.training.optimizer_state import Held, SavedPieces, load_pieces, pieces
 from cdrmix.training.owners import Owners
@@ -63,6 +62,7 @@ from cdrmix.training.pipeline import EvaluatedPipeline, Item, Pipeline, Pipeline
 from cdrmix.training.precision import AUTOCAST, Autocast, attach_copies, sum_gradients_in_float32
 from cdrmix.training.reduction import GradientReduction, ReplicatedParameters
 from cdrmix.training.tensor_groups import TensorGroups
+from cdrmix.training.updates import Replicated, Update, Zero1, Zero2, Zero3, copies_of
 from cdrmix.training.zero import deepspeed_stage, shards_whole_parameters
 
 REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -84,7 +84,6 @@ class Engine:
 
         self.world, self.base = world, base
         self.stage = deepspeed_stage(config.train, world.size)
-        self.gradient_clip = config.train.gradient_clip
         self.expert_parallel = config.train.expert_parallel
         self.micro_batch_rows = config.train.micro_batch_rows
         self._compiled = config.train.compile
@@ -97,7 +96,6 @@ class Engine:
         self.share = 0.0  # of a micro-batch in its global batch
         self.set_micro_batches(accumulation(config, world))
         self.gradient_norm = 0.0  # of the last step, before clipping
-        self._norm = torch.zeros(())  # the same on the device, between `clip` and `step`
         self.loss_scale = LossScale(
             config.train.precision == "fp16",
             initial=config.train.loss_scale.initial,
@@ -140,20 +138,20 @@ class Engine:
         self.parameters = self._weights.parameters
         self.trained = self._weights.trained
         attach_copies(self.parameters.values(), self.module.dtype, self.stage)
+        offloads = config.train.offload != "none"
+        if offloads and config.train.offload_folder is not None:
+            move_state(self._engine.optimizer, self.stage, self.optimizer, config.train.offload_folder)
+        self._update = self._make_update(config.train.gradient_clip, offloads=offloads)
         self._owners: Owners | None = None
         if shards_whole_parameters(config.train, world.size):
             assert isinstance(self.optimizer, OrthogonalizedMomentum)
             self._owners = self.optimizer.ownership = Owners(self._replicated())
         self._reduction: GradientReduction | None = None
-        if self.stage < 2:
+        if self._update.sums:
             self._engine.enable_backward_allreduce = False
-            if self.stage == 1:
-                for hook in self._engine.optimizer._grad_acc_hooks:
-                    hook.remove()  # they create buckets that stay empty
-            self._reduction = GradientReduction(
-                self.parameters.values(), self._replicated(), REDUCED[config.train.reduce_dtype], most=BUCKET
-            )
-            if self.stage == 1 and masters is not None:
+            dtype = REDUCED[config.train.reduce_dtype]
+            self._reduction = GradientReduction(self.parameters.values(), self._replicated(), dtype, most=BUCKET)
+            if masters is not None:
                 sum_gradients_in_float32(self.parameters.values())
         self._pipeline: Pipeline | None = None
         if self._stages is not None:
@@ -161,13 +159,6 @@ class Engine:
             self._pipeline = Pipeline(self._stages, self.module, loss_model, world.device, self.module.dtype)
             if self.stage == 1:
                 extend_over(self._stages, self._engine.optimizer)
-        self._host_gradients: HostGradients | None = None
-        self._offloads = config.train.offload != "none"
-        if self._offloads:
-            if config.train.offload_folder is not None:
-                move_state(self._engine.optimizer, self.stage, self.optimizer, config.train.offload_folder)
-            if self.stage == 2:
-                self._host_gradients = HostGradients(self._engine.optimizer)
         decay = config.train.ema_decay
         self.average = None if decay is None else WeightAverage(self._weights.local(), decay)
 
@@ -199,8 +190,7 @@ class Engine:
                 self.backward(outcome.total)
                 yield outcome
             return
-        if self.stage == 1 and self.loss_scale.enabled:
-            self._engine.optimizer.override_loss_scale(self.loss_scale.value)
+        self._update.announce(self.loss_scale)
         yield from self._pipeline.run(
             micro_batches, lambda micro_batch: forward(self, micro_batch, last=True), self.loss_scale.value
         )
@@ -212,8 +202,7 @@ class Engine:
             dist.all_reduce(table.grad, group=self._stages.ends)
         self._reduction.begin()
         self._reduction.end()
-        if self.stage == 1:
-            self._hand_over_gradients()
+        self._update.gradients_are_final()
 
     @property
     def evaluated(self) -> nn.Module:
@@ -245,43 +234,21 @@ class Engine:
     def backward(self, total: Tensor) -> None:
         """Accumulates the gradients of a micro-batch's loss. After the last one they are summed over the processes."""
         assert self._pipeline is None, "`passes` runs the backward passes of a pipeline"
-        factor: float = self.world.replicas if self.stage >= 2 else 1
-        if self.stage == 0:
-            factor *= self.loss_scale.value
-        elif self.loss_scale.enabled:
-            self._engine.optimizer.override_loss_scale(self.loss_scale.value)
-        reduction = self._reduction if self._last else None
-        if reduction is not None:
-            reduction.begin()
+        factor = self._update.announce(self.loss_scale)
+        if self._last and self._reduction is not None:
+            self._reduction.begin()
         self._engine.backward(total * factor, scale_wrt_gas=False)
-        if reduction is not None:
-            reduction.end()
-            if self.stage == 1:
-                self._hand_over_gradients()
+        if self._last:
+            if self._reduction is not None:
+                self._reduction.end()
+            self._update.gradients_are_final()
 
     def clip(self) -> Tensor | None:
         """Clips the gradients to the norm `train.gradient_clip`. Returns their norm before, a scalar on the device.
 
         With ZeRO the gradients are in partitions that DeepSpeed's step clips: this does nothing and returns None.
         """
-        if self.stage > 0:
-            return None
-        everything = [
-            (parameter.grad, is_expert_shard(parameter) or cut_of(parameter) is not None)
-            for parameter in self.parameters.values()
-            if not is_copy(parameter)
-        ]
-        gradients = [(gradient, divided) for gradient, divided in everything if gradient is not None]
-        if self.loss_scale.enabled:
-            torch._foreach_mul_([gradient for gradient, _ in gradients], 1.0 / self.loss_scale.value)
-        group = None
-        if self._experts is not None:
-            group = self._experts.experts.group
-        elif self._shares is not None:
-            group = self._shares.group
-        self._norm = total_norm(gradients, group, None if self._stages is None else self._stages.line)
-        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.gradient_clip, self._norm, foreach=True)
-        return self._norm
+        return self._update.clip(self.loss_scale)
 
     def step(self, gradient_norm: float | None = None, *, discard: bool = False) -> bool:
         """One update, unless the gradient norm is not finite. Returns whether it was applied.
@@ -289,19 +256,7 @@ class Engine:
         gradient_norm: the value that `clip` returned, if the caller has read it. Reading it here waits for the device.
         discard: do not apply it.
         """
-        if self.stage == 0:
-            self.gradient_norm = self._norm.item() if gradient_norm is None else gradient_norm
-            applied = math.isfinite(self.gradient_norm) and not discard
-            if applied:
-                self._engine.step()
-        elif discard:
-            self._discard()
-            applied, self.gradient_norm = False, math.inf
-        else:
-            self._finish_gradients()
-            self._engine.step()  # skips the update where the norm is not finite
-            applied = self._engine.was_step_applied()
-            self.gradient_norm = float(self._engine.get_global_grad_norm()) if applied else math.inf
+        applied, self.gradient_norm = self._update.apply(gradient_norm, discard=discard)
         if not discard:
             self.loss_scale.update(applied)
         if applied:
@@ -313,40 +268,11 @@ class Engine:
                 self.average.update(self._weights.local())
         return applied
 
-    def _finish_gradients(self) -> None:
-        if self._host_gradients is not None:
-            self._host_gradients.finish()
-        elif self._offloads:
-            offload_late_gradients(self._engine.optimizer)
-
-    def _discard(self) -> None:
-        # DeepSpeed skips an update whose norm is not finite, and then clears what it has accumulated.
-        zero: Any
-        zero, infinite = self._engine.optimizer, torch.full((), math.inf, device=self.world.device)
-        self._finish_gradients()
-        name, found = ("_get_norm_groups", [infinite]) if self.stage == 3 else ("scaled_global_norm", infinite)
-        before = vars(zero).get(name)  # of `extend_over`
-        setattr(zero, name, lambda: found)
-        try:
-            self._engine.step()
-        finally:
-            delattr(zero, name)
-            if before is not None:
-                setattr(zero, name, before)
-        assert not self._engine.was_step_applied()
-
     def zero(self) -> None:
         """Removes the gradients. DeepSpeed's step does so only where the update was applied."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        if self.stage == 3:
-            # A parameter that the next step does not use would otherwise get the gradient of this one again.
-            zero = self._engine.optimizer
-            zero.grad_partitions_flat_buffer.zero_()
-            if self._offloads:
-                zero.reset_cpu_buffers()
-                for flat in zero.fp32_partitioned_groups_flat:
-                    flat.grad.zero_()
+        self._update.clear()
 
     def weights(self, keep: Keep = on_cpu, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
         """The fp32 weights on the CPU, with all experts and gathered under every ZeRO stage. {} except in rank 0.
@@ -381,8 +307,8 @@ class Engine:
         """Loads what `weights` returned. The argument of rank 0, and of the first rank of each stage of a pipeline, is
         sent to the others (`world.leads`). All ranks call."""
         self._weights.load(weights)
-        if self.stage > 0 and self._weights.masters is None:
-            self._engine.optimizer.refresh_fp32_params()
+        if self._weights.masters is None:
+            self._update.weights_changed()
         compute_weights.refresh(self.parameters.values())
 
     def begin_average(self) -> None:
@@ -437,45 +363,37 @@ class Engine:
 
     def gradient(self, name: str) -> Tensor:
         """The gradient of this process's parameter, summed over the processes, not partitioned. All ranks call."""
-        parameter = self.parameters[name]
-        if self.stage == 0:
-            return parameter.grad
-        from deepspeed.utils import safe_get_full_grad
-
-        whole: Tensor = safe_get_full_grad(parameter)
-        return whole
+        return self._update.gradient(self.parameters[name])
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """The part of a whole tensor that belongs to this process's parameter: with its experts."""
         return self._weights.shard(self.parameters[name], whole)
 
+    def _make_update(self, largest_norm: float, *, offloads: bool) -> Update:
+        arguments = self._engine, self.parameters, self.world.device
+        match self.stage:
+            case 1:
+                return Zero1(*arguments)
+            case 2:
+                return Zero2(*arguments, self.world.replicas, offloads=offloads)
+            case 3:
+                return Zero3(*arguments, self.world.replicas, offloads=offloads)
+        divided = None if self._experts is None else self._experts.experts.group
+        if self._shares is not None:
+            divided = self._shares.group
+        line = None if self._stages is None else self._stages.line
+        return Replicated(self._engine, self.parameters, largest_norm, divided=divided, line=line)
+
     def _replicated(self) -> list[ReplicatedParameters]:
         # The processes that hold the same parameters, and under ZeRO-1 the owner of each.
         if self.world.size == 1:
             return []
-        if self.stage == 1:
-            zero = self._engine.optimizer
-            assert not any(any(padding) for padding in zero.round_robin_bit16_padding), "gaps between parameters"
-            layout = zip(zero.round_robin_bit16_groups, zero.real_dp_process_group, zero.partition_size, strict=True)
-            return [ReplicatedParameters(parameters, group, int(part)) for parameters, group, part in layout]
+        if isinstance(self._update, Zero1):
+            return self._update.owned()
         parameters = [each for each in self.parameters.values() if each.requires_grad and not is_copy(each)]
         everyone = dist.group.WORLD if self._copies is None else self._copies
         assert everyone is not None
-        groups = [ReplicatedParameters([each for each in parameters if not is_expert_shard(each)], everyone)]
-        if self._experts is not None:
-            groups.append(
-                ReplicatedParameters([each for each in parameters if is_expert_shard(each)], self._experts.copies)
-            )
-        return groups
-
-    def _hand_over_gradients(self) -> None:
-        # As ZeRO-1 of DeepSpeed does after its own reduction: its step reads the sums of this process's partitions.
-        zero = self._engine.optimizer
-        for number, mine in enumerate(zero.params_in_partition):
-            zero.all_grad_tensors[number] = zero.get_all_grad_tensors(mine, dtype=torch.float32)
-        zero.finalize_gradient_accumulation_boundary()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        return copies_of(parameters, everyone, None if self._experts is None else self._experts.copies)
 
     def _held(self, *, saved: bool) -> Iterator[Held]:
         """The elements that this process's optimizer updates. saved: those alone that this process saves."""
