@@ -397,9 +397,9 @@ class ForeignLossModel(LossModule):
             self._head, head_layer(self.language_model), hidden_RD, targets_R, weights_R, vocab_size=self._tokens
         )
 
-    def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
+    def _router_loss(self, router: RouterStats, share: float) -> Tensor:
         assert self._experts is not None
-        return share * self._experts.weight * load_balance
+        return share * self._experts.weight * router.load_balance_L.mean()
 
 
 class _Experts(NamedTuple):

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from cdrmix.hf.cache import CdrmixCache
 from cdrmix.hf.configuration_cdrmix import CdrmixConfig
 from cdrmix.inference.load import HEADS
-from cdrmix.model.language_model import LanguageModel, Output, RouterStats
+from cdrmix.model.language_model import LanguageModel, Output
 
 IGNORED = -100  # label of a token without a loss, in transformers
 
@@ -146,7 +146,8 @@ class CdrmixForCausalLM(PreTrainedModel, GenerationMixin):
             cache.layer.advance(output.cache, *input_ids.shape)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.logits(output.hidden_BTD[:, kept])
-        aux_loss = self._router_loss(output.router)
+        router = output.router
+        aux_loss = None if router is None else router.loss(self.model.config.feed_forward)
         loss = None
         if labels is not None:
             total, labelled = next_token_loss(logits, labels, tokens_BT)
@@ -171,14 +172,6 @@ class CdrmixForCausalLM(PreTrainedModel, GenerationMixin):
         hidden = output.hidden_BTD[0]
         filled = hidden.new_zeros(*ids_BT.shape, hidden.shape[-1]).masked_scatter(tokens_BT.unsqueeze(-1), hidden)
         return output._replace(hidden_BTD=filled)
-
-    def _router_loss(self, router: RouterStats | None) -> Tensor | None:
-        """The weighted losses of the routers, as in `cdrmix.model.loss.LossModel`."""
-        if router is None:
-            return None
-        weights = self.model.config.feed_forward
-        load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()
-        return weights.load_balance_weight * load_balance + weights.z_loss_weight * z_loss
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

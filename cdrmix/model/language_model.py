@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cdrmix import ops
 from cdrmix.config.names import plugin_layers
+from cdrmix.config.schema_layers import FeedForward
 from cdrmix.config.schema_model import Model
 from cdrmix.config.schema_reasoning import Reasoning
 from cdrmix.model.bigrams import BigramEmbedding, tokens_before, with_last_token
@@ -42,6 +43,11 @@ class RouterStats(NamedTuple):
     tokens_per_expert_LE: Tensor
     load_balance_L: Tensor
     z_loss_L: Tensor
+
+    def loss(self, weights: FeedForward) -> Tensor:
+        """The weighted losses, means over the routers: what is added to the loss of a micro-batch."""
+        balance = weights.load_balance_weight * self.load_balance_L.mean()
+        return balance + weights.z_loss_weight * self.z_loss_L.mean()
 
 
 class Output(NamedTuple):

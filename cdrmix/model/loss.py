@@ -99,7 +99,7 @@ class LossModule(nn.Module, ABC):
         load_balance = z_loss = torch.zeros((), device=total.device)
         if router is not None:
             load_balance, z_loss = router.load_balance_L.mean(), router.z_loss_L.mean()
-            total = total + self._router_loss(load_balance, z_loss, share)
+            total = total + self._router_loss(router, share)
         return Losses(total, next_token, load_balance, z_loss, router, depth, prediction_2K)
 
     @abstractmethod
@@ -125,7 +125,7 @@ class LossModule(nn.Module, ABC):
         raise ValueError("depths were given to a model without multi-token prediction (model.prediction)")
 
     @abstractmethod
-    def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
+    def _router_loss(self, router: RouterStats, share: float) -> Tensor:
         """The weighted losses of the routers, times `share`."""
 
 
@@ -179,6 +179,5 @@ class LossModel(LossModule):
             return super()._prediction_sums(*arguments)
         return prediction_sums(model.prediction, lambda: model.head_weight, model.embedding, *arguments)
 
-    def _router_loss(self, load_balance: Tensor, z_loss: Tensor, share: float) -> Tensor:
-        config = self.language_model.config.feed_forward
-        return share * (config.load_balance_weight * load_balance + config.z_loss_weight * z_loss)
+    def _router_loss(self, router: RouterStats, share: float) -> Tensor:
+        return share * router.loss(self.language_model.config.feed_forward)

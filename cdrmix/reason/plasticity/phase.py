@@ -129,9 +129,7 @@ class PlasticityPhase:
                 correlation = output.correlation
                 total = total + self._reasoning.plastic_lora.correlation_weight * share * correlation
             if output.router is not None:
-                feed_forward = self._model.feed_forward
-                balance = feed_forward.load_balance_weight * output.router.load_balance_L.mean()
-                total = total + share * (balance + feed_forward.z_loss_weight * output.router.z_loss_L.mean())
+                total = total + share * output.router.loss(self._model.feed_forward)
             rows = len(row.ids_BT)
             sums = torch.stack(
                 [

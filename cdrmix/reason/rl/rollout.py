@@ -118,11 +118,7 @@ def taken(model: LanguageModel, prompts_SL: Tensor, tokens_SN: Tensor, mask_SN: 
         tokens_N = is_token_SP.flatten().nonzero().squeeze(1)
     output = model(torch.cat([prompts_SL, tokens_SN[:, :-1]], 1), tokens_N=tokens_N)
     logits = model.logits(output.hidden_BTD[:, prompts_SL.shape[1] - 1 :])
-    balance = logits.new_zeros(())
-    if output.router is not None:
-        weights = model.config.feed_forward
-        balance = weights.load_balance_weight * output.router.load_balance_L.mean()
-        balance = balance + weights.z_loss_weight * output.router.z_loss_L.mean()
+    balance = logits.new_zeros(()) if output.router is None else output.router.loss(model.config.feed_forward)
     return Taken(logits, balance)
 
 
