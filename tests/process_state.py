@@ -172,7 +172,7 @@ def _end_children(former: set[int]) -> None:
 
 
 def _read_running() -> set[threading.Thread]:
-    """But for the one that tqdm starts with its first bar, for all others: the order of tests says which test has it."""
+    """But for the one that tqdm starts with its first bar, in whichever test that is."""
     return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
 
