@@ -120,7 +120,7 @@ def _steps(path: Path) -> dict[int, _Step]:
     found: dict[int, _Step] = {}
     names: list[str] = []
     for line in complete_lines(path):
-        if "parameters" in (line.data or {}):
+        if "parameters" in line.data():
             names = read_line(line, DigestNames).parameters
             continue
         row = read_line(line, DigestRow)

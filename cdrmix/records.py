@@ -58,7 +58,6 @@ class StepRecord:
     thought and held-out documents in the order of fill in the middle are parts, and bits per byte are of the text as
     it is. preferences: of pairs, measure -> mean; then loss and next_token_loss are of a pair. prediction_losses: of
     multi-token prediction, depth -> nats per token; depth 1 is next_token_loss.
-    Raises ValueError if routers, router and load are not of as many routers, or a router has no experts.
     """
 
     step: Count
@@ -85,15 +84,6 @@ class StepRecord:
     preferences: dict[str, Figure] = field(default_factory=dict)
     valid_preferences: dict[str, Figure] = field(default_factory=dict)
     prediction_losses: dict[str, Figure] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        lengths = {
-            len(values)
-            for values in (*self.router.values(), self.routers or None, self.load or None)
-            if values is not None
-        }
-        if len(lengths) > 1 or not all(self.load):
-            raise ValueError("routers, router, load: allowed: as many routers in each, each with experts")
 
     @property
     def router_names(self) -> list[str]:
@@ -192,15 +182,18 @@ class DigestRow:
 
 
 class Line(NamedTuple):
-    """A line of a file. where: path and number, for messages. data: of its JSON; None if it is no JSON object.
-
-    problem: why it is none.
-    """
+    """A line of a file. where: path and number, for messages."""
 
     where: str
     text: bytes
-    data: dict[str, Any] | None
-    problem: str
+
+    def data(self) -> dict[str, Any]:
+        """Its JSON object; {} if it is none."""
+        try:
+            data = parse_json(self.text)
+        except ValueError:
+            return {}
+        return data if isinstance(data, dict) else {}
 
 
 def complete_lines(path: Path) -> Iterator[Line]:
@@ -208,16 +201,14 @@ def complete_lines(path: Path) -> Iterator[Line]:
     file. Empty lines are left out.
     """
     numbered = enumerate(path.read_bytes().splitlines(), 1) if path.exists() else ()
-    texts = [(number, text) for number, text in numbered if text.strip()]
-    for number, text in texts:
-        data, problem = None, f"found {text[:SHOWN]!r}; allowed: a JSON object"
-        try:
-            data = parse_json(text)
-        except ValueError as error:
-            if number == texts[-1][0]:
+    lines = [Line(f"{path}:{number}", text) for number, text in numbered if text.strip()]
+    for place, line in enumerate(lines, 1):
+        if place == len(lines):
+            try:
+                parse_json(line.text)
+            except ValueError:
                 return
-            problem = f"is not JSON: {error}"
-        yield Line(f"{path}:{number}", text, data if isinstance(data, dict) else None, problem)
+        yield line
 
 
 def write_lines(path: Path, texts: Iterable[bytes]) -> None:
@@ -237,12 +228,16 @@ def read_line(line: Line, kind: type[Kind]) -> Kind:
 
     Keys that the kind does not have are of another version of cdrmix, and are left out.
     """
-    if line.data is None:
-        raise damaged(line, line.problem)
     try:
         return _adapter(kind).validate_json(line.text, strict=True)  # type: ignore[arg-type]
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
+    try:
+        is_object = isinstance(parse_json(line.text), dict)
+    except ValueError as error:
+        raise damaged(line, f"is not JSON: {error}") from error
+    if not is_object:
+        raise damaged(line, f"found {line.text[:SHOWN]!r}; allowed: a JSON object")
     key, found = ".".join(map(str, detail["loc"])), repr(detail["input"])
     found = found if len(found) <= SHOWN else f"{found[:SHOWN]}..."
     allowed = detail["msg"].removeprefix("Value error, ").replace("Input should be", "allowed:")
@@ -257,7 +252,13 @@ def read_lines(path: Path, kind: type[Kind]) -> list[Kind]:
 
 def read_record(line: Line) -> Record:
     """The record in a line of metrics.jsonl. Raises ConfigError as `read_line`."""
-    return read_line(line, PhaseRecord) if "phase" in (line.data or {}) else read_line(line, StepRecord)
+    if b'"phase"' in line.text and "phase" in line.data():
+        return read_line(line, PhaseRecord)
+    record = read_line(line, StepRecord)
+    by_router = [*record.router.values(), *(each for each in (record.routers, record.load) if each)]
+    if len({*map(len, by_router)}) > 1 or not all(record.load):
+        raise damaged(line, "found other numbers of routers in routers, router, load; allowed: as many, with experts")
+    return record
 
 
 def step_record(fields: Mapping[str, Any]) -> StepRecord:

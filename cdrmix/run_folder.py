@@ -321,7 +321,7 @@ class RunFolder:
         committed = [path for path in self.checkpoints.glob("step-*/manifest.json") if path.parent.name[5:].isdigit()]
         newest = max(committed, default=None)
         kept = started if newest is None else max(started, newest.stat().st_mtime)
-        summary, lost = self.summary(), round(now - kept, 3)
+        summary, lost = self.summary(), max(0.0, round(now - kept, 3))
         checkpoint = None if newest is None else newest.parent.name
         self._add_fault({"exit_code": exit_code, "message": message, "checkpoint": checkpoint, "lost_seconds": lost})
         whole = summary.get("lost_seconds", 0.0) + lost
@@ -373,7 +373,7 @@ class RunFolder:
         for path in (self.faults, self.digests, self.rollouts):
             if self.writes and path.exists():
                 # A line that cannot be read stays, for a person to see.
-                write_lines(path, (line.text for line in complete_lines(path) if stays(line.data or {})))
+                write_lines(path, (line.text for line in complete_lines(path) if stays(line.data())))
 
     def summary(self) -> dict[str, Any]:
         """The contents of metrics.json (cdrmix.summary.Summary); {} if it is missing or incomplete."""

@@ -10,4 +10,4 @@ from cdrmix.records import complete_lines
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The complete rows of a file; [] without the file."""
-    return [line.data or {} for line in complete_lines(path)]
+    return [line.data() for line in complete_lines(path)]

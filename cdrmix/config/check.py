@@ -116,8 +116,8 @@ def check(
 
 
 def _problem(root: Node, config: BaseModel, conflict: Conflict) -> Problem:
-    """A conflict with the location of the first written key: its own, then those that its text names."""
-    keys = [conflict.key, *_NAMED.findall(conflict.allowed)]
+    """A conflict with the location of the first written key: its own, then those that decide."""
+    keys = [conflict.key, *conflict.others, *_NAMED.findall(conflict.allowed)]
     paths = [conflict.path, *(tuple(key.split(".")) for key in keys)]
     # An autosized or default value has no location.
     location = next((node.location for path in paths if (node := find(root, path))), location_of(root, paths[0]))

@@ -59,7 +59,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         row = dataclasses.asdict(read_line(line, _Row))
         if row["status"] == "measured" and row["suite"] is None:
             raise damaged(line, "suite: found null; allowed for the status measured: a name")
-        rows.append((line.data or {}) | row)
+        rows.append(line.data() | row)
     return rows
 
 

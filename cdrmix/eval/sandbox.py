@@ -34,6 +34,7 @@ Outcome = Literal["passed", "failed", "timeout", "memory", "forbidden", "crashed
 NEEDED = ("landlock", "seccomp")
 WORKERS = 4  # at most
 LATEST = 60.0  # seconds that a server may take longer than its program; it ends what takes longer itself
+START = 60.0  # seconds in which a server has to begin
 
 
 class Program(NamedTuple):
@@ -181,7 +182,7 @@ def _start() -> tuple[subprocess.Popen[str], Layers]:
     )
     assert server.stdout is not None
     assert server.stderr is not None
-    line = _line(server, LATEST)
+    line = _line(server, START)
     if not line:
         message = server.stderr.read().strip().rpartition("\n")[2]
         _stop(server)

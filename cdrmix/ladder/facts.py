@@ -29,7 +29,7 @@ class Facts:
         those of stage B), finished.
     settings: of its configuration: vocabulary, steps, warmup_steps, log_every, preferences (whether it trains on
         pairs, so that its loss is not that of tokens), routed (whether the model has routers).
-    rows: the lines of metrics.jsonl in stage A (cdrmix.training.metrics.StepRecord), by step.
+    rows: the lines of metrics.jsonl in stage A (cdrmix.records.StepRecord), by step.
     phases: its lines in stage B (PhaseRecord).
     held_out: the results on all held-out text (cdrmix.eval.perplexity.HeldOut), of the step held_out_step.
     weights: of the newest checkpoint: checkpoint, step, values (their number), not_finite (how many are not finite),

@@ -102,7 +102,7 @@ def foreign_trace(config: Config, platform: Platform, *, gradients_stay: bool, s
         torch_log.setLevel(logging.CRITICAL)  # it prints a traceback of what is caught here
         try:
             _traces[key] = ForeignTrace(_traced(config, platform, gradients_stay, stage))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             # An operator that depends on values raises subclasses of it, and NotImplementedError is one. RuntimeError
             # itself is of operators that fake tensors do not support: grouped_mm of experts with float32 weights, and
             # Triton kernels of other packages on a machine without a GPU.

@@ -253,7 +253,7 @@ def trace_passes(
     if stage == 3:
         model = with_experts_of_a_rank(model, config.train)
         config = config.model_copy(update={"model": model})
-    return of_layers(model, lambda layers: _traced(config, layers, passes, trains, platform, stage, several))
+    return of_layers(model, platform, lambda layers: _traced(config, layers, passes, trains, platform, stage, several))
 
 
 _results: dict[str, Traced] = {}

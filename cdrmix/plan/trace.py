@@ -141,7 +141,7 @@ def trace(config: Config, platform: Platform, *, zero_stage: int, accumulation: 
     layers = -(-model.layers // train.pipeline_parallel)
     if layers < model.layers:
         traced = dataclasses.replace(traced, model=with_layers(model, layers))
-    return of_layers(traced.model, lambda count: _trace(traced.key(count), traced))
+    return of_layers(traced.model, platform, lambda count: _trace(traced.key(count), traced))
 
 
 def traced_stage(zero_stage: int) -> int:
@@ -162,14 +162,22 @@ class Traced:
         return MicroBatch(self.saved, self.copies, max(self.early, self.late))
 
 
-def of_layers(model: Model, traced: Callable[[int], Traced]) -> MicroBatch:
+def of_layers(model: Model, platform: Platform, traced: Callable[[int], Traced]) -> MicroBatch:
     """The memory of a model by traces of it with fewer layers. traced: the trace of its first layers, so many.
 
     A model with periodic mixers is traced with two smaller numbers of blocks and extrapolated. Each block adds the same
     amount to the saved tensors and to the allocated memory at a given block. In the backward pass each block frees the
     same amount and, in a step with one micro-batch, allocates gradients of the same size. So the allocated memory is
     linear between the top and the bottom of the model, and its maximum is at one of the two.
+    Raises ConfigError for a model without kernels on the platform.
     """
+    try:
+        return _of_layers(model, traced)
+    except ValueError as error:
+        raise ConfigError(f"this model cannot be trained on {NAMES[platform]}: {error}") from error
+
+
+def _of_layers(model: Model, traced: Callable[[int], Traced]) -> MicroBatch:
     period = period_of(model)
     if model.layers <= FULL_TRACE_LAYERS or period is None:
         return traced(model.layers).micro_batch()
@@ -297,7 +305,7 @@ def trace_module(
     inputs: makes its arguments. dtype: of autocast. stage: of ZeRO. gradients: made by the backward pass; added to
     those that are there; dropped at once, as ZeRO partitions them; none: there is no backward pass. casts: the weights
     have copies in the dtype of the products. live: the counter.
-    Raises ConfigError for a model with an operator that has no kernel for this shape on this platform.
+    Raises ValueError for an operator that has no kernel for this shape on this platform.
     """
     live = LiveBytes(platform) if live is None else live
     backward = gradients != "none"
@@ -319,15 +327,12 @@ def trace_module(
         live.leave_out(each for each in arguments if isinstance(each, Tensor))
         live.leave_out(parameter.grad for parameter in parameters)
         model.train(backward)
-        try:
-            with live, torch.set_grad_enabled(backward):
-                result = Autocast(model, "cpu", dtype, stage=stage)(*arguments)
-                copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
-                saved, forward = live.by_operator() if backward else {}, len(live.levels)
-                if backward:
-                    (result if isinstance(result, Tensor) else result.total).backward()
-        except ValueError as error:
-            raise ConfigError(f"this model cannot be trained on {NAMES[platform]}: {error}") from error
+        with live, torch.set_grad_enabled(backward):
+            result = Autocast(model, "cpu", dtype, stage=stage)(*arguments)
+            copies = sum(live.set_aside(copy) for copy in compute_weights.copies(parameters))
+            saved, forward = live.by_operator() if backward else {}, len(live.levels)
+            if backward:
+                (result if isinstance(result, Tensor) else result.total).backward()
     half = (forward + len(live.levels)) // 2
     early, late = (max(levels, default=copies) - copies for levels in (live.levels[:half], live.levels[half:]))
     return Traced(saved, copies, early, late)

@@ -141,6 +141,7 @@ class Engine:
         offloads = config.train.offload != "none"
         if offloads and config.train.offload_folder is not None:
             move_state(self._engine.optimizer, self.stage, self.optimizer, config.train.offload_folder)
+        # After the state is where it stays: `HostGradients` keeps its tensors.
         self._update = self._make_update(config.train.gradient_clip, offloads=offloads)
         self._owners: Owners | None = None
         if shards_whole_parameters(config.train, world.size):

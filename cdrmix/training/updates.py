@@ -1,4 +1,4 @@
-"""From the gradients of a step to an update, for each ZeRO stage: the one file that knows which stage it is.
+"""From the gradients of a step to an update: a part for each ZeRO stage, of which an engine is built with one.
 
 It uses private names of DeepSpeed 0.19's ZeRO optimizers, as they were read in `zero/stage_1_and_2.py` and `stage3.py`.
 """
@@ -46,7 +46,7 @@ class Update(ABC):
     @abstractmethod
     def apply(self, norm: float | None, *, discard: bool) -> tuple[bool, float]:
         """Updates the weights, unless the norm is not finite. norm: what `clip` returned, if it was read. discard: does
-        not update. Returns whether it did, and the norm; infinite where it did not."""
+        not update. Returns whether it did, and the norm; of ZeRO it is infinite where it did not."""
 
     @abstractmethod
     def clear(self) -> None:

@@ -182,6 +182,15 @@ def test_a_wrong_value_in_a_row(name: str, run: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_plots")
+@pytest.mark.parametrize(
+    ("key", "value"), [("load", [[1.5, -0.5]] * 2), ("seconds", -1.0), ("step", True), ("tokens", -1)]
+)
+def test_a_value_beyond_its_bounds(key: str, value: object, run: Path) -> None:
+    write(run, "metrics.jsonl", [step(1), step(2) | {key: value}, step(3)])
+    assert is_refused(run, "metrics.jsonl", key)
+
+
+@pytest.mark.usefixtures("without_plots")
 def test_a_wrong_value_in_a_summary(run: Path) -> None:
     """The whole key is missing then, for everybody who reads it; all others are as they were."""
     config = Config.from_yaml(run / "config_snapshot.yaml")

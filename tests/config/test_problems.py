@@ -887,7 +887,7 @@ def test_every_size_of_a_model_has_a_bound(tmp_path: Path) -> None:
 
 
 def test_every_problem_at_once(tmp_path: Path) -> None:
-    """But for conflicts of keys that are valid by themselves, of which there are three here: they are told next."""
+    """But for conflicts of keys that are valid by themselves, of which there are three here: they follow."""
     (tmp_path / "base.yaml").write_text("train:\n  betas: 3\n")
     said = complaint(
         tmp_path,
@@ -920,6 +920,25 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
         "expected ',' or '}', but got '<stream end>'",
         "command line ('run.seed=-1'): run.seed: found -1 (an integer)",
         "command line ('steps'): not an override",
+    ]
+
+
+def test_conflicts_follow_once_every_key_is_valid_by_itself(tmp_path: Path) -> None:
+    said = complaint(
+        tmp_path,
+        """\
+        model:
+          d_model: 130
+          layers: 2
+          attention: {heads: 4}
+          feed_forward: {hidden: 256}
+        train: {steps: 20, learning_rate: 0.1, batch_rows: 3, micro_batch_rows: 2}
+        """,
+    )
+    assert [tuple(line.split(": ")[:2]) for line in said.splitlines()[1:] if not line.startswith(" ")] == [
+        ("run.yaml:2", "model.rwkv.head_size"),
+        ("run.yaml:4", "model.attention.heads"),
+        ("run.yaml:6", "train.batch_rows"),
     ]
 
 

@@ -64,11 +64,11 @@ def ssd_scan_step(x: Arguments) -> tuple[Tensor, ...]:
 def moe(x: Arguments) -> tuple[Tensor, ...]:
     routing = ops.route_topk(x["x"] @ x["gate"], 2)
     y = ops.moe_experts(x["x"], x["w_up"], x["w_down"], routing)
-    logits = (x["x"] @ x["gate"]).detach()
-    options = {"bias": torch.zeros_like(logits[0]), "keep": torch.arange(len(logits), device=logits.device) % 3 > 0}
-    masked = ops.route_topk(logits, 2, capacity=9, **options)
+    logits = x["x"] @ x["gate"]
+    keep = torch.arange(len(logits), device=logits.device) % 3 > 0
+    masked = ops.route_topk(logits, 2, bias=torch.zeros_like(logits[0].detach()), capacity=9, keep=keep)
     again = ops.moe_experts(x["x"], x["w_up"], x["w_down"], masked, recompute=True)
-    return y, again, routing.load_balance, routing.z_loss
+    return y, again, routing.load_balance, routing.z_loss, masked.load_balance, masked.z_loss
 
 
 def logits(x: Arguments) -> tuple[Tensor, ...]:

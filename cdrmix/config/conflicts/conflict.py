@@ -13,7 +13,7 @@ class Conflict(NamedTuple):
     """A value that other keys do not allow.
 
     key: dotted. allowed: text; it names the other keys. inside: the path of the value below the key. nearest: the most
-    similar valid name. found: text; None: the value itself.
+    similar valid name. found: text; None: the value itself. others: keys that the text does not name.
     """
 
     key: str
@@ -21,6 +21,7 @@ class Conflict(NamedTuple):
     inside: Path = ()
     nearest: str | None = None
     found: str | None = None
+    others: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:

@@ -52,10 +52,11 @@ def _tokenizer(config: Sections) -> Iterator[Conflict]:
             allowed = f"none, or {prefix}.lossless: false, because it changes text"
             yield Conflict(f"{prefix}.normalization", allowed)
         backbone = None if config.reasoning is None else config.reasoning.backbone
-        for start in (config.train.start_from, backbone):
+        starts = {"train.start_from": config.train.start_from, "reasoning.backbone": backbone}
+        for key, start in starts.items():
             if start is not None and start.endswith(WEIGHTS):
                 why = "such as a vocabulary rwkv_vocab_v20230424.txt: a file of weights has none"
-                yield Conflict(f"{prefix}.path", f"the tokenizer of {start}, {why}")
+                yield Conflict(f"{prefix}.path", f"the tokenizer of {start}, {why}", others=(key,))
     else:
         trained = {
             "min_frequency": (section.min_frequency != 1, "1"),

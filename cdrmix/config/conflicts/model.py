@@ -26,9 +26,9 @@ def has_mamba(model: Model) -> bool:
 
 
 def conflicts(config: Sections) -> Iterator[Conflict]:
-    if config.export.prediction_heads == "keep" and (config.model.kind != "cdrmix" or config.model.prediction is None):
-        yield Conflict("export.prediction_heads", "drop without model.prediction")
     if config.model.kind == "cdrmix":
+        if config.export.prediction_heads == "keep" and config.model.prediction is None:
+            yield Conflict("export.prediction_heads", "drop without model.prediction")
         yield from _layers(config.model)
         yield from _widths(config.model)
         yield from _feed_forward(config.model)

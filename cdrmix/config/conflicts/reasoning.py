@@ -63,14 +63,15 @@ def _budgets(section: Reasoning) -> Iterator[Conflict]:
     for key, (chunks, steps) in taken.items():
         if steps and chunks > budget:
             yield Conflict(key, f"at most reasoning.controller.step_budget={budget}")
+    of_policy = (f"{PHASES}.policy.chunks", "reasoning.agent.chunks")
     rollouts = (
-        (phases.policy.steps, phases.policy.chunks or section.agent.chunks),
-        (phases.operations.steps, section.operations.chunks),
+        (phases.policy.steps, phases.policy.chunks or section.agent.chunks, of_policy),
+        (phases.operations.steps, section.operations.chunks, ("reasoning.operations.chunks",)),
     )
-    for steps, chunks in rollouts:
+    for steps, chunks, keys in rollouts:
         if steps and section.rl.horizon <= chunks:
             allowed = f"at least {chunks + 1}, the chunks of an episode and its answer"
-            yield Conflict("reasoning.rl.horizon", allowed)
+            yield Conflict("reasoning.rl.horizon", allowed, others=keys)
 
 
 def _episodes(section: Reasoning) -> Iterator[Conflict]:
@@ -140,4 +141,4 @@ def _copies(config: Sections, section: Reasoning) -> Iterator[Conflict]:
             "0 under ZeRO-3 with reasoning.rollout_weights=sharded: the model that the divergence is from would be a "
             "copy; set that to copied"
         )
-        yield Conflict("reasoning.rl.kl_weight", allowed)
+        yield Conflict("reasoning.rl.kl_weight", allowed, others=("train.zero_stage", "train.offload"))

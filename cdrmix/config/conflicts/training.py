@@ -101,7 +101,8 @@ def _pairs(config: Sections) -> Iterator[Conflict]:
     if config.train.dpo is not None and not all(pairs):
         yield Conflict("train.dpo", "null, or sources of the kinds preferences and task_preferences alone")
     if config.train.dpo is None and any(pairs):
-        yield Conflict("train.dpo", "a section, because the sources are preferences")
+        allowed = "a section, because the sources are preferences"
+        yield Conflict("train.dpo", allowed, others=("data.source", "data.domains"))
 
 
 def _best(config: Sections) -> Iterator[Conflict]:
