@@ -124,9 +124,9 @@ def _steps(path: Path) -> dict[int, _Step]:
             names = read_line(line, DigestNames).parameters
             continue
         row = read_line(line, DigestRow)
-        digests = [np.frombuffer(each[: len(each) // 4 * 4], "<i4").tolist() for each in (row.state, row.weights)]
-        if {*map(len, digests)} != {len(names)}:
+        if {len(row.state), len(row.weights)} != {4 * len(names)}:
             raise damaged(line, f"state, weights: allowed: the digests of {len(names)} parameters, 4 bytes of each")
+        digests = [np.frombuffer(each, "<i4").tolist() for each in (row.state, row.weights)]
         found[row.step] = _Step(row.loss, *(dict(zip(names, each, strict=True)) for each in digests))
     return found
 

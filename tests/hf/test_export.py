@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -33,6 +34,7 @@ from cdrmix.inference.load import load_exported, load_model, verify
 from cdrmix.inference.sampling import Sampling, draw
 from cdrmix.inference.text_model import TextModel
 from cdrmix.model.language_model import LanguageModel
+from cdrmix.records import StepRecord
 from cdrmix.run_folder import RunFolder
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -324,7 +326,8 @@ def test_compare_says_where_runs_first_differ(config: Config) -> None:
     shutil.rmtree(run_b.checkpoints)
     save_checkpoint(run_b.checkpoints, 20, weights | {"blocks.1.feed_forward.w_up": changed})
     for run, loss in ((run_a, 2.5), (run_b, 2.75)):
-        rows = [{"step": 1, "loss": 6.0, "gradient_norm": 1.0}, {"step": 10, "loss": loss, "gradient_norm": 1.0}]
+        figures = {field.name: 1 for field in dataclasses.fields(StepRecord)[:12]}
+        rows = [figures | {"step": 1, "loss": 6.0}, figures | {"step": 10, "loss": loss}]
         run.metrics_jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
     verdict = compare(run_a.path, run_b.path)
     assert not verdict.identical
