@@ -109,7 +109,13 @@ def test_flags_reach_the_training_and_the_mathematics_stays(tmp_path: Path) -> N
 @pytest.mark.long
 def test_what_does_not_fit_is_refused_before_it_is_built() -> None:
     """Experts of terabytes: to build them would end the process in another way, and takes minutes where it does not."""
-    command = [sys.executable, BENCHMARKS / "train_gpu.py", *TOY, f"model.feed_forward.hidden={2**32}"]
+    command = [
+        sys.executable,
+        BENCHMARKS / "train_gpu.py",
+        *TOY,
+        f"model.feed_forward.hidden={2**24}",
+        "model.feed_forward.experts=4096",
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
     assert done.returncode == 8, done.stderr
     assert "takes" in done.stderr
