@@ -29,7 +29,7 @@ STORMS ?= 60
 help:
 	@echo 'make install   a virtual environment in .venv with PyTorch, the pinned dependencies and the C++ extension'
 	@echo 'make train     prepare, train, evaluate and export CONFIG ($(CONFIG)); ARGS="key.path=value ..." overrides'
-	@echo 'make test      lint, types and the quick tests, in five to six minutes on two cores;  make test-ci  also slow ones'
+	@echo 'make test      lint, types and the quick tests, in five minutes on two cores;  make test-ci  also slow ones'
 	@echo 'make test-all  every test, with other examples each time: SEED=... repeats those of a run'
 	@echo 'make test-time  the CPU time of each quick test; fails above the budget'
 	@echo 'make gate      of the tests what stage B stands on, in five minutes'
