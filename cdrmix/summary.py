@@ -12,9 +12,7 @@ from cdrmix.json_text import parse_json
 from cdrmix.records import Count, Duration, Figure, Number
 
 _Chunks = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")]
-
-
-MISSING: Any = None  # stands for a key that a file may lack; what is read of it has no such key
+MISSING: Any = None  # the default of a key that a file may lack; `read_summary` leaves such a key out
 
 
 class _Open(BaseModel):

@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """The exit code is that of the worst judgement in the export."""
+    """Returns the exit code of the worst judgement in the export."""
     from cdrmix.ladder.evidence import verify_evidence
     from cdrmix.ladder.gate_text import evidence_text
     from cdrmix.ladder.verdict import refuse

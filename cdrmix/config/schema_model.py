@@ -126,7 +126,7 @@ class Model(Section):
 
     @property
     def has_own_heads(self) -> bool:
-        """Whether a table of logits, of the next token or of a later one, is not that of the embedding."""
+        """Whether a head, of the next token or of a later one, has a table of its own beside the embedding."""
         return not self.tie_embeddings or (self.prediction is not None and self.prediction.kind == "heads")
 
     @property

@@ -1,7 +1,7 @@
 """Encodes batches of texts: with fastokens where its ids are those of the tokenizers package, otherwise with that.
 
 Both read the same tokenizer.json. fastokens takes a part of the formats only, and its ids are compared with those of
-`tokenizers` when an encoder is made. So the ids of a text do not depend on which of the two encodes it.
+`tokenizers` once a process and file. So the ids of a text do not depend on which of the two encodes it.
 """
 
 from __future__ import annotations
@@ -122,6 +122,9 @@ class FastEncoder:
         return np.split(np.frombuffer(ids, "<u4").astype(np.uint32), bounds) if texts else []
 
 
+_agree: set[bytes] = set()  # SHA-256 of each tokenizer.json for which both gave the same ids: the check takes 0.1 s
+
+
 def make_encoder(tokenizer: Tokenizer, json_bytes: bytes) -> BatchEncoder:
     """The encoder for a tokenizer.json: fastokens if it is installed, supports the file and gives the same ids.
 
@@ -147,9 +150,6 @@ def make_encoder(tokenizer: Tokenizer, json_bytes: bytes) -> BatchEncoder:
                 return ReferenceEncoder(tokenizer, reason)
         _agree.add(digest)
     return encoder
-
-
-_agree: set[bytes] = set()  # SHA-256 of the tokenizer.json for which both gave the same ids: the check takes 0.1 s
 
 
 def unsupported(content: dict[str, Any]) -> str | None:

@@ -1,10 +1,9 @@
 """The memory of one micro-batch, traced with fake tensors through the real model, forward and backward.
 
 Fake tensors (torch._subclasses.fake_tensor) have shapes, dtypes and lifetimes, but no memory and no values. So the
-trace
-includes every operator of the model and of autograd: tensors that are saved for the backward pass, and when tensors are
-freed. The operators of `cdrmix.ops` have implementations for fake tensors, which depend on the platform of the plan.
-`workspace` adds the temporary memory of kernels.
+trace includes every operator of the model and of autograd: tensors that are saved for the backward pass, and when
+tensors are freed. The operators of `cdrmix.ops` have implementations for fake tensors, which depend on the platform of
+the plan. `workspace` adds the temporary memory of kernels.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ MAX_PERIOD = 8  # blocks: longest period of the mixers for which two shorter mod
 NAMES: dict[Platform, str] = {"cpu": "a CPU", "cuda": "an NVIDIA GPU", "hip": "an AMD GPU"}
 DOCUMENT_TOKENS = 512  # assumed mean length of a document, for which kernels keep a state; web text has 500 to 1,000
 FULL_TRACE_LAYERS = 20  # up to this number of layers, the whole model is traced
+Gradients = Literal["made", "added", "dropped", "none"]  # as of `trace_module`
 
 
 @dataclass(frozen=True)
@@ -171,19 +171,15 @@ def of_layers(model: Model, platform: Platform, traced: Callable[[int], Traced])
     linear between the top and the bottom of the model, and its maximum is at one of the two.
     Raises ConfigError for a model without kernels on the platform.
     """
-    try:
-        return _of_layers(model, traced)
-    except ValueError as error:
-        raise ConfigError(f"this model cannot be trained on {NAMES[platform]}: {error}") from error
-
-
-def _of_layers(model: Model, traced: Callable[[int], Traced]) -> MicroBatch:
     period = period_of(model)
-    if model.layers <= FULL_TRACE_LAYERS or period is None:
-        return traced(model.layers).micro_batch()
-    fewer = period * max(2, 8 // period)  # each half has at least one whole period
-    more = fewer + period * max(1, 4 // period)
-    return _extended(traced(fewer), traced(more), (model.layers - fewer) / (more - fewer)).micro_batch()
+    try:
+        if model.layers <= FULL_TRACE_LAYERS or period is None:
+            return traced(model.layers).micro_batch()
+        fewer = period * max(2, 8 // period)  # each half has at least one whole period
+        more = fewer + period * max(1, 4 // period)
+        return _extended(traced(fewer), traced(more), (model.layers - fewer) / (more - fewer)).micro_batch()
+    except ValueError as error:  # of an operator without a kernel for this shape on this platform
+        raise ConfigError(f"this model cannot be trained on {NAMES[platform]}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -279,9 +275,6 @@ def _run(traced: _TraceInput, layers: int) -> Traced:
         gradients = "added" if traced.zero_stage < 2 else "dropped"
     dtype = AUTOCAST[traced.precision]
     return trace_module(model, inputs, traced.platform, dtype, stage=traced.zero_stage, gradients=gradients)
-
-
-Gradients = Literal["made", "added", "dropped", "none"]
 
 
 def documents_of(rows: int, length: int) -> Tensor:

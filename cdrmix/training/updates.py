@@ -1,4 +1,4 @@
-"""From the gradients of a step to an update: a part for each ZeRO stage, of which an engine is built with one.
+"""From the gradients of a step to an update: one class for each ZeRO stage. An engine is built with one of them.
 
 It uses private names of DeepSpeed 0.19's ZeRO optimizers, as they were read in `zero/stage_1_and_2.py` and `stage3.py`.
 """

@@ -49,13 +49,8 @@ def test_any_json_of_a_run_is_data(name: str, toy_run: Path, tmp_path: Path, cap
     ):
         (run / file).write_bytes(content)
         assert main(["checkpoints", "list", str(run)]) in (0, 2, 5)
-    if name in (
-        "nothing",
-        "nested lists",
-        "nested objects",
-        "digits",
-        "no UTF-8",
-    ):  # no JSON: a last line that a kill cut off
+    # What is no JSON is a last line that a kill cut off.
+    if name in {"nothing", "nested lists", "nested objects", "digits", "no UTF-8"}:
         assert read_records(run / "metrics.jsonl").all == []
     else:
         with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: .*; allowed|metrics\.jsonl:1: \w+: missing"):

@@ -226,9 +226,9 @@ CASES: dict[str, tuple[Callable[[Arguments], tuple[Tensor, ...]], dict[str, tupl
 }
 REGISTRATION = {
     "cpu": ("test_schema", "test_autograd_registration", "test_faketensor"),
-    "triton": ("test_faketensor",),
+    "triton": ("test_schema", "test_faketensor"),
 }
-COMPILED = ("wkv7", "ssd_scan", "moe_experts")  # also without the CPU's kernels
+COMPILED = ("wkv7", "ssd_scan", "moe_experts", "plastic_lora")  # also without the CPU's kernels
 BY_TRITON = ("apply_rotary", "plastic_chunks", "router_logits")  # which need no custom operator on a CPU
 SLOW = {"linear_cross_entropy"}  # in the interpreter, 3 s for its 700 rows
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -315,7 +315,8 @@ def test_float32_is_near_float64(name: str, device: str) -> None:
 )
 def test_pytorch_accepts_how_operators_are_registered(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, fake tensors and autograd registration of every operator that a call comes to, also backwards; where
-    all inputs have gradients, the last one alone, and none. By Triton, what can differ: the shapes of the results."""
+    all inputs have gradients, the last one alone, and none. By Triton, what can differ: shapes of the results, and what
+    is written or shared."""
     monkeypatch.setenv("CDRMIX_BACKEND", backend)
     names = [*CASES[name][1]]
     with Calls() as seen:

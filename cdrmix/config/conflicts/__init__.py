@@ -1,4 +1,4 @@
-"""Conflicts between keys of a configuration, each of which is valid by itself: plain functions, a module a topic."""
+"""Conflicts between keys of a configuration that are valid by themselves: plain functions, a module a topic."""
 
 from __future__ import annotations
 

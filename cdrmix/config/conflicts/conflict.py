@@ -1,4 +1,4 @@
-"""What a combination of keys does not allow, each of which is valid by itself."""
+"""A conflict between keys of a configuration that are valid by themselves."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _adapters(section: Reasoning) -> Iterator[Conflict]:
 
 
 def _budgets(section: Reasoning) -> Iterator[Conflict]:
-    """Chunks of an episode, each of which is a step of the controller, and of a rollout."""
+    """Chunks of an episode: each is a step of the controller and of a rollout."""
     phases, budget = section.phases, section.controller.step_budget
     taken = {"reasoning.agent.chunks": (section.agent.chunks, phases.imitation.steps or phases.policy.steps)}
     if section.acceptance is not None:

@@ -46,7 +46,7 @@ def _steps(config: Sections) -> Iterator[Conflict]:
 
 
 def _parameters(config: Sections) -> Iterator[Conflict]:
-    """Keys by which the parameters of the model are counted, which those of plugins cannot be."""
+    """Keys that need the number of parameters, which is unknown for a model with parts of plugins."""
     if config.model.kind != "cdrmix":
         return
     parts = ", ".join(plugin_layers(config.model.mixer_layers, config.model.feed_forward.kind))
